@@ -6,7 +6,7 @@
     ├── WireError                      bytes from a peer that may not be used
     │   ├── FrameError                 no frame of ours: magic, wire version, kind, length, checksum
     │   └── PayloadError               a whole frame whose contents break the format; carries the path
-    ├── UnencodableError               (TypeError) an object of this rank that cannot travel; carries path and type
+    ├── UnencodableError               (TypeError) an object of this rank that cannot travel
     ├── CoordinationError              (CheckpointException) the ranks did not come to an agreement
     │   ├── CoordinationTimeout        (TimeoutError) a rank was not there by the deadline
     │   ├── CoordinationMismatch       ranks are in saves or loads that do not belong together
@@ -103,7 +103,10 @@ class PayloadError(WireError):
         self.path, self.expected, self.found = path, expected, found
 
     def __str__(self) -> str:
-        return f"bad payload at {self.path}: expected {self.expected}, found {self.found}; the message was not used"
+        return (
+            f"bad payload at {self.path}: expected {self.expected}, found {self.found}; "
+            "the message was not used"
+        )
 
 
 class UnencodableError(PlannerError, TypeError):

@@ -1,0 +1,1 @@
+"""What travels between ranks: frames, and pure encode and decode functions for each message."""
