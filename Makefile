@@ -1,0 +1,44 @@
+# Each target makes its own environment on first use: .venv, again when what goes into it changes.
+#   make test ARGS="-k demo"        more arguments for pytest, the demo or the benchmarks
+#   make test VENV=path/to/venv     an environment you have: used as it is, nothing is installed
+#   make test PYTHON=python3.10     the Python that .venv is made with
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PY := $(VENV)/bin/python
+
+ifeq ($(origin VENV),file)
+ENVIRONMENT := $(VENV)/.installed
+else
+ENVIRONMENT :=
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' Makefile
+
+demo: $(ENVIRONMENT) ## train, save, load and compare on this machine, in under a minute
+	$(PY) -m planner demo $(ARGS)
+
+test: $(ENVIRONMENT) ## run the tests
+	$(PY) -m pytest $(ARGS)
+
+check: $(ENVIRONMENT) ## formatting, lint and types
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+bench: $(ENVIRONMENT) ## run the benchmarks in their short form
+	$(PY) benchmarks/run.py --short $(ARGS)
+
+clean: ## remove the environment and everything generated
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find planner tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
