@@ -1,0 +1,163 @@
+"""Write results: what a rank's writer has to say about each item of its final plan.
+
+A regular result names an item of the final plan by its position there and has a ``_StorageInfo``;
+everything else is sent as an object, with its place among the results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from planner.errors import PayloadError, UnencodableError
+from planner.wire.check import expect_int, expect_list, expect_map
+from planner.wire.columns import pack_ints, unpack_ints
+from planner.wire.frame import Kind, decode_message, encode_message
+from planner.wire.objects import decode_object, encode_object, type_name_of
+from planner.wire.storage_infos import StorageInfoColumns, decode_storage_infos, is_regular_storage_info
+from planner.wire.tensors import (
+    FIELDS_ARE_KNOWN,
+    INT64_MAX,
+    INT64_MIN,
+    is_regular_index,
+    make_index,
+)
+
+__all__ = ["decode_results", "encode_results"]
+
+_RESULT_FIELDS = ("index", "size_in_bytes", "storage_data")
+_KEYS = frozenset(("base_count", "count", "items", "sizes", "infos", "odd_positions", "odd_results"))
+_IndexKey = tuple[str, torch.Size | None, int | None]
+
+
+def _index_key(index: Any) -> _IndexKey | None:
+    """Return all that a regular index consists of, its hint too; None for other indices."""
+    if not is_regular_index(index):
+        return None
+    return (index.fqn, index.offset, index.index)
+
+
+def _index_keys(base: SavePlan | None) -> list[_IndexKey | None]:
+    items = getattr(base, "items", None)
+    if type(items) is not list:
+        return []
+    return [_index_key(getattr(item, "index", None)) for item in items]
+
+
+def encode_results(
+    results: list[WriteResult], base: SavePlan | None, *, path: str = "results", strict: bool
+) -> bytes:
+    """Encode the results of one rank.
+
+    Args:
+        results: what the storage writer returned.
+        base: the final plan of this rank, which whoever decodes has too; None if there is none.
+        path: what to call the results in errors.
+        strict: refuse what only pickle can carry.
+
+    Raises:
+        UnencodableError: if ``results`` are no list of ``WriteResult``, or a part cannot travel.
+    """
+    given: Any = results
+    if not isinstance(given, list):
+        raise UnencodableError(path, type_name_of(results), "write_data has to give a list of WriteResult")
+    base_keys = _index_keys(base)
+    positions: dict[_IndexKey, int] = {}
+    for position, key in enumerate(base_keys):
+        if key is not None:
+            positions.setdefault(key, position)
+    items: list[int] = []
+    sizes: list[int] = []
+    infos = StorageInfoColumns()
+    odd_positions: list[int] = []
+    odd_results: list[Any] = []
+    for number, result in enumerate(given):
+        if not isinstance(result, WriteResult):
+            reason = "write_data has to give a list of WriteResult"
+            raise UnencodableError(f"{path}[{number}]", type_name_of(result), reason)
+        found = positions.get(key) if (key := _regular_key(result)) is not None else None
+        if found is None:
+            odd_positions.append(number)
+            odd_results.append(encode_object(result, path=f"{path}[{number}]", strict=strict))
+            continue
+        items.append(found)
+        sizes.append(result.size_in_bytes)
+        infos.append(result.storage_data)
+    tree = {
+        "base_count": len(base_keys),
+        "count": len(results),
+        "items": None if items == list(range(len(base_keys))) else pack_ints(items),
+        "sizes": pack_ints(sizes),
+        "infos": infos.tree(),
+        "odd_positions": pack_ints(odd_positions),
+        "odd_results": odd_results,
+    }
+    return encode_message(Kind.WRITE_RESULTS, tree)
+
+
+def _regular_key(result: WriteResult) -> _IndexKey | None:
+    if (
+        not FIELDS_ARE_KNOWN
+        or type(result) is not WriteResult
+        or tuple(result.__dict__) != _RESULT_FIELDS
+        or type(result.size_in_bytes) is not int
+        or not INT64_MIN <= result.size_in_bytes <= INT64_MAX
+        or not is_regular_storage_info(result.storage_data)
+    ):
+        return None
+    return _index_key(result.index)
+
+
+def decode_results(data: bytes, base: SavePlan | None) -> list[WriteResult]:
+    """Make the results again.
+
+    Args:
+        data: a WRITE_RESULTS frame.
+        base: the final plan that was given for encoding, or an equal one.
+
+    Raises:
+        WireError: if the frame or its contents are not those of results for ``base``.
+    """
+    tree = expect_map(decode_message(data, Kind.WRITE_RESULTS), "results", _KEYS)
+    base_keys = _index_keys(base)
+    expect_int(tree["base_count"], "results.base_count", len(base_keys), len(base_keys))
+    odd_trees = expect_list(tree["odd_results"], "results.odd_results")
+    # Every regular result takes at least a byte of the column of sizes, which bounds the count.
+    sizes_tree = expect_list(tree["sizes"], "results.sizes", 2)
+    most = len(odd_trees) + (len(sizes_tree[1]) if type(sizes_tree[1]) is bytes else 0)
+    total = expect_int(tree["count"], "results.count", len(odd_trees), most)
+    count = total - len(odd_trees)
+    sizes = unpack_ints(sizes_tree, count=count, path="results.sizes").tolist()
+    if tree["items"] is None:
+        items = list(range(len(base_keys)))
+        expect_int(count, "results.count", len(items), len(items))
+    else:
+        items = unpack_ints(
+            tree["items"], count=count, path="results.items", low=0, high=len(base_keys) - 1
+        ).tolist()
+    infos = decode_storage_infos(tree["infos"], count=count, path="results.infos")
+    odd = unpack_ints(
+        tree["odd_positions"], count=len(odd_trees), path="results.odd_positions", low=0, high=total - 1
+    ).tolist()
+    if len(set(odd)) != len(odd):
+        raise PayloadError("results.odd_positions", "positions that all differ", "one of them twice")
+
+    results: list[Any] = [None] * total
+    for number, odd_tree in zip(odd, odd_trees, strict=True):
+        result = decode_object(odd_tree, path=f"results[{number}]")
+        if not isinstance(result, WriteResult):
+            raise PayloadError(f"results[{number}]", "a WriteResult", type_name_of(result))
+        results[number] = result
+    regular = zip(items, sizes, infos, strict=True)
+    for number, result in enumerate(results):
+        if result is not None:
+            continue
+        position, size_in_bytes, info = next(regular)
+        key = base_keys[position]
+        if key is None:
+            raise PayloadError(f"results[{number}]", "a regular item of the plan", f"item {position}")
+        results[number] = WriteResult(make_index(*key), size_in_bytes, info)
+    return results
