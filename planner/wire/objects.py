@@ -72,7 +72,7 @@ class _Ext(IntEnum):
     UUID = 17
     ENUM = 18
     RECORD = 19  # [name, value, ...], every field in the order of the class
-    PARTIAL_RECORD = 20  # [name, {attribute: value}], when some are missing or in another order
+    PARTIAL_RECORD = 20  # [name, {attribute: value}], when some are missing
     REGISTERED = 21  # [name, what the codec made of it]
     PICKLED = 22  # [type name, pickle]
 
@@ -152,6 +152,10 @@ _RECORDS: dict[str, type] = {
 _FIELDS: dict[type, tuple[str, ...]] = {
     cls: tuple(field.name for field in dataclasses.fields(cls)) for cls in _RECORDS.values()
 }
+# The order in which its own __init__ sets them, and so that of its pickles.
+_FIELDS[dcp_metadata.MetadataIndex] = tuple(
+    sorted(_FIELDS[dcp_metadata.MetadataIndex], key=lambda name: name == "offset")
+)
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls
     for cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
@@ -351,10 +355,12 @@ def _encode_record(encoder: _Encoder, value: Any, path: _Path) -> Any:
     names = _FIELDS[cls]
     if not attributes.keys() <= set(names):
         return encoder._pickle(value, path)  # noqa: SLF001 - part of the encoder, split by type
-    trees = [encoder.encode(attribute, path.child(".{}", name)) for name, attribute in attributes.items()]
-    if tuple(attributes) == names:
+    # In the order of the class, not of the object: unpickling changes that, and equal is to be equal bytes.
+    present = [name for name in names if name in attributes]
+    trees = [encoder.encode(attributes[name], path.child(".{}", name)) for name in present]
+    if len(present) == len(names):
         return _ext(_Ext.RECORD, [cls.__name__, *trees])
-    return _ext(_Ext.PARTIAL_RECORD, [cls.__name__, dict(zip(attributes, trees, strict=True))])
+    return _ext(_Ext.PARTIAL_RECORD, [cls.__name__, dict(zip(present, trees, strict=True))])
 
 
 _PLAIN: frozenset[type] = frozenset((type(None), bool, float, str, bytes))
