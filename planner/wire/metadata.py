@@ -25,6 +25,7 @@ from planner.errors import PayloadError
 from planner.wire.check import expect_bytes, expect_int, expect_list, expect_map, expect_str_list
 from planner.wire.columns import Int64Column, pack_ints, pack_optional_ints, unpack_ints, unpack_optional_ints
 from planner.wire.frame import Kind, decode_message, encode_message
+from planner.wire.gc_pause import paused_gc
 from planner.wire.objects import decode_object, encode_object, type_name_of
 from planner.wire.plans import decode_planner_data, encode_planner_data
 from planner.wire.storage_infos import StorageInfoColumns, decode_storage_infos, is_regular_storage_info
@@ -109,6 +110,7 @@ def encode_metadata(metadata: Metadata, *, path: str = "metadata", strict: bool)
     return encode_message(Kind.METADATA, [_COLUMNS, list(attributes), trees])
 
 
+@paused_gc()
 def decode_metadata(data: bytes) -> Metadata:
     """Make the metadata of a METADATA frame.
 

@@ -49,6 +49,7 @@ from planner.wire.columns import (
     unpack_optional_ints,
 )
 from planner.wire.frame import Kind, decode_message, digest, encode_message
+from planner.wire.gc_pause import paused_gc
 from planner.wire.mappings import MappingPath, decode_mapping, encode_mapping
 from planner.wire.objects import decode_object, encode_object, type_name_of
 from planner.wire.tensors import (
@@ -58,6 +59,7 @@ from planner.wire.tensors import (
     PropertyValues,
     SizeCache,
     decode_properties_table,
+    is_regular_index,
     is_regular_item,
     make_index,
     property_values,
@@ -544,8 +546,10 @@ def decode_plan_body(schema: PlanSchema, body: bytes) -> SavePlan:
     if schema.whole:
         plan: SavePlan = columns.storage_data
         return plan
+    with paused_gc():
+        items = _make_items(schema, columns)
     return SavePlan(
-        _merge(_make_items(schema, columns), columns.odd_positions, columns.odd_items),
+        _merge(items, columns.odd_positions, columns.odd_items),
         columns.storage_data,
         schema.planner_data(),
         decode_object(schema.usable_tree, path="plan.usable"),
@@ -580,6 +584,22 @@ def _is_same_but_hint(item: WriteItem, base_item: WriteItem) -> bool:
     )
 
 
+def _has_parts_of(base_item: Any, item: WriteItem) -> bool:
+    """Tell, faster, whether ``base_item`` is regular because it shares the data of a regular tensor item.
+
+    This is what global planning gives: it replaces an item's index and keeps the rest.
+    """
+    return (
+        type(base_item) is WriteItem
+        and item.tensor_data is not None
+        and base_item.tensor_data is item.tensor_data
+        and base_item.bytes_io_data is None
+        and len(base_item.__dict__) == len(item.__dict__)
+        and is_regular_index(base_item.index)
+        and base_item.index.offset == item.index.offset
+    )
+
+
 class _BaseFinder:
     """Finds items of a final plan in the base plan, in order."""
 
@@ -606,7 +626,9 @@ class _BaseFinder:
 
     def _matches(self, item: WriteItem, position: int) -> bool:
         base_item = self._items[position]
-        return is_regular_item(base_item) and _is_same_but_hint(item, base_item)
+        return (_has_parts_of(base_item, item) or is_regular_item(base_item)) and _is_same_but_hint(
+            item, base_item
+        )
 
 
 def encode_final_plan(plan: SavePlan, base: SavePlan, *, path: str = "plan", strict: bool) -> bytes:
@@ -711,11 +733,13 @@ def decode_final_plan(data: bytes, base: SavePlan) -> SavePlan:
     hinted = unpack_flags(tree["hinted"], count=len(kept), path="plan.hinted")
     new_hints = iter(unpack_optional_ints(tree["hints"], count=int(hinted.sum()), path="plan.hints"))
     items: list[WriteItem] = []
-    for position, has_new_hint in zip(kept, hinted.tolist(), strict=True):
-        item = base_items[position]
-        if not is_regular_item(item):
-            raise PayloadError("plan.kept", "regular items", f"item {position} of type {type_name_of(item)}")
-        items.append(_copy_item(item, next(new_hints) if has_new_hint else item.index.index))
+    with paused_gc():
+        for position, has_new_hint in zip(kept, hinted.tolist(), strict=True):
+            item = base_items[position]
+            if not is_regular_item(item):
+                found = f"item {position} of type {type_name_of(item)}"
+                raise PayloadError("plan.kept", "regular items", found)
+            items.append(_copy_item(item, next(new_hints) if has_new_hint else item.index.index))
     new_trees = expect_list(tree["new_items"], "plan.new_items")
     new_positions = _decode_positions(
         tree["new_positions"],

@@ -16,6 +16,7 @@ from planner.errors import PayloadError, UnencodableError
 from planner.wire.check import expect_int, expect_list, expect_map
 from planner.wire.columns import pack_ints, unpack_ints
 from planner.wire.frame import Kind, decode_message, encode_message
+from planner.wire.gc_pause import paused_gc
 from planner.wire.objects import decode_object, encode_object, type_name_of
 from planner.wire.storage_infos import StorageInfoColumns, decode_storage_infos, is_regular_storage_info
 from planner.wire.tensors import (
@@ -111,6 +112,7 @@ def _regular_key(result: WriteResult) -> _IndexKey | None:
     return _index_key(result.index)
 
 
+@paused_gc()
 def decode_results(data: bytes, base: SavePlan | None) -> list[WriteResult]:
     """Make the results again.
 
