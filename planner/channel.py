@@ -1,0 +1,340 @@
+"""What outlives one save for one set of member ranks: where they meet, and their gloo group.
+
+Words: an *epoch* is one life of the gloo group and of the numbering of saves; the coordinator
+begins a new one whenever some rank may have missed how the last save ended. A rank learns the epoch
+by handing in a token of its own and waiting for the answer to that very token, so nothing that an
+earlier life of the job left in the same store can be taken for an answer.
+
+Keys, below one namespace for each (members, coordinator):
+
+    epoch                 counter of epochs
+    current               the epoch, and how the one before it ended; written by the coordinator
+    hello/RANK            token of the latest life of that rank
+    welcome/TOKEN         [epoch, save number], written by the coordinator, deleted by the rank
+    life/RANK             a sign of life: [epoch, save number, counter]
+    s/EPOCH/SAVE/quit     there when a rank left that save without a verdict
+    s/EPOCH/SAVE/...      the exchanges of one save, see planner.exchange
+    gloo/EPOCH/...        gloo's own rendezvous
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from planner.control import ControlPlane, Deadline
+from planner.errors import CoordinationError, CoordinationTimeout, TransportError, WireError
+from planner.group import GlooGroup, make_devices
+from planner.wire.envelope import Abort, Envelope, Moved, encode_verdict
+from planner.wire.frame import digest, pack, unpack
+
+__all__ = ["Channel", "open_channel"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Current:
+    """The record under ``current``."""
+
+    epoch: int
+    ended_epoch: int
+    absent: tuple[int, ...]
+    error: CoordinationError | None
+
+
+class Channel:
+    """The meeting place of one set of member ranks, made at their first save and kept.
+
+    One save or load uses it at a time: take ``lock`` first.
+    """
+
+    def __init__(self, store: Store, members: Sequence[int], group_rank: int, coordinator: int) -> None:
+        self.members = tuple(members)
+        self.group_rank = group_rank
+        self.coordinator = coordinator
+        self.world_size = len(self.members)
+        self.is_coordinator = group_rank == coordinator
+        self.lock = threading.Lock()
+        self.epoch = 0  # 0: not joined yet
+        self.save_number = 0
+        identity = digest(pack([list(self.members), coordinator])).hex()
+        namespace = f"gloo-coordinated-planner/{identity}/"
+        self.control = ControlPlane(store, namespace)
+        self._gloo_store = PrefixStore(namespace, store.clone())  # type: ignore[attr-defined]  # missing in the stub
+        self._store_ref = weakref.ref(store)
+        self._group: GlooGroup | None = None
+        self._devices: Sequence[Any] | None = None
+        self.litter: list[str] = []
+        self._tokens: dict[int, bytes] = {}  # coordinator: the latest token of each rank it has answered
+        self._must_move = False  # this rank left the epoch without a verdict
+        self._informed_epoch = 0  # the latest epoch whose end this rank has heard of by a verdict
+        self._excused = False  # this rank has already raised for a save that was given up without it
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the job's process groups are still the ones this channel was made for."""
+        return dist.is_initialized() and self._store_ref() is _get_default_store()
+
+    @property
+    def peers(self) -> list[int]:
+        """Group ranks of all members but this one."""
+        return [rank for rank in range(self.world_size) if rank != self.group_rank]
+
+    # -- entering a save ---------------------------------------------------------------------------
+
+    def enter(self, checkpoint: str, deadline: Deadline) -> None:
+        """Number this save as all members number it; called on all ranks, holding ``lock``.
+
+        Blocks on a rank other than the coordinator until the coordinator is in its first save too,
+        at most until the deadline.
+
+        Raises:
+            CoordinationTimeout: the coordinator never came, or this very save was given up because
+                this rank was late. The channel stays usable.
+        """
+        if self.is_coordinator:
+            self._enter_coordinator(checkpoint)
+        elif self.epoch == 0:
+            self._join(deadline)
+        else:
+            self._follow(checkpoint, deadline)
+            self.control.delete(self.take_litter())
+        self.beat(0)
+
+    def _enter_coordinator(self, checkpoint: str) -> None:
+        if self.epoch == 0:
+            self.begin_epoch(None)
+        else:
+            was_late = self.control.exists([self.save_key("quit", offset=1)])
+            if was_late or self.control.exists([self.save_key("quit")]):
+                self._renew(checkpoint, was_late=was_late)
+        self.save_number += 1
+
+    def _renew(self, checkpoint: str, *, was_late: bool) -> None:
+        """Begin a new epoch since ranks left the last save, or gave up on this one before we came."""
+        abandoned = self._find_checkpoint_of_next_save() if was_late else None
+        verdict_key = self.save_key("v/0", offset=1)
+        self.litter += [self.save_key("quit"), self.save_key("quit", offset=1), verdict_key]
+        if abandoned != checkpoint or self._excused:
+            self.begin_epoch(None)
+            self.control.put(verdict_key, encode_verdict(Moved()))
+            return
+        # Going on with a save that others have given up could mix two states in one checkpoint.
+        # Raise once: if the others are by now in another save to the same place, the next one works.
+        self._excused = True
+        error = CoordinationTimeout(
+            "the other ranks gave up waiting for the coordinator",
+            checkpoint=checkpoint,
+            phase="enter",
+            ranks=[self.coordinator],
+            advice="find out why the coordinator came late to the save; saving again works",
+        )
+        self.begin_epoch(error)
+        self.control.put(verdict_key, encode_verdict(Abort(error=error.to_fields())))
+        raise error
+
+    def _find_checkpoint_of_next_save(self) -> str | None:
+        keys = [self.save_key(f"u/0/{rank}", offset=1) for rank in self.peers]
+        there = self.control.present(keys)
+        for data in self.control.read_many(
+            [key for key, is_there in zip(keys, there, strict=True) if is_there]
+        ):
+            with suppress(WireError):
+                return Envelope.decode(data).identity.checkpoint
+        return None
+
+    def _join(self, deadline: Deadline) -> None:
+        token = secrets.token_bytes(16)
+        self.control.put(f"hello/{self.group_rank}", token)
+        key = f"welcome/{token.hex()}"
+        if not self.control.wait([key], tick=lambda: not deadline.is_over):
+            raise self._coordinator_missing(deadline)
+        self.epoch, self.save_number = (int(number) for number in unpack(self.control.read_many([key])[0]))
+        self.control.delete([key])
+
+    def _follow(self, checkpoint: str, deadline: Deadline) -> None:
+        if self._must_move and not self.control.wait_until(
+            lambda: self._read_current().epoch != self.epoch, tick=lambda: not deadline.is_over
+        ):
+            raise self._coordinator_missing(deadline)
+        current = self._read_current()
+        if current.epoch != self.epoch:
+            self._change_epoch(current.epoch)
+            error = current.error
+            is_news = current.ended_epoch != self._informed_epoch and self.group_rank in current.absent
+            if error is not None and is_news and error.checkpoint == checkpoint and not self._excused:
+                # The others gave up this save, or one to the same place, because this rank was not
+                # there; joining whatever they do next could mix two states in one checkpoint. Raise
+                # once: a rank that skipped that save altogether is in step again with the next.
+                self._excused = True
+                raise error
+        self.save_number += 1
+
+    def _coordinator_missing(self, deadline: Deadline) -> CoordinationTimeout:
+        return CoordinationTimeout(
+            "the coordinator never entered",
+            phase="enter",
+            ranks=[self.coordinator],
+            elapsed=deadline.elapsed,
+            advice=(
+                "find out whether that rank called the save at all, with GlooCoordinatedPlanner, "
+                "and with the same process group"
+            ),
+        )
+
+    def welcome(self, ranks: Iterable[int]) -> None:
+        """Answer those of ``ranks`` that have handed in a new token; coordinator only."""
+        keys = {rank: f"hello/{rank}" for rank in ranks}
+        there = self.control.present(list(keys.values()))
+        here = [rank for rank, is_there in zip(keys, there, strict=True) if is_there]
+        answers = {}
+        for rank, token in zip(here, self.control.read_many([keys[rank] for rank in here]), strict=True):
+            if self._tokens.get(rank) != token:
+                self._tokens[rank] = token
+                answers[f"welcome/{token.hex()}"] = pack([self.epoch, self.save_number])
+        self.control.put_many(answers)
+
+    @property
+    def strangers(self) -> list[int]:
+        """Coordinator only: the ranks that have never handed in a token."""
+        return [rank for rank in self.peers if rank not in self._tokens]
+
+    # -- leaving -----------------------------------------------------------------------------------
+
+    def begin_epoch(self, error: CoordinationError | None, absent: Sequence[int] = ()) -> None:
+        """Begin a new epoch; coordinator only.
+
+        Args:
+            error: how the last one ended, for ranks that come late to that very save.
+            absent: the ranks that were not there.
+        """
+        ended = self.epoch
+        self._change_epoch(self.control.add("epoch", 1))
+        fields = None if error is None else error.to_fields()
+        self.control.put("current", pack([self.epoch, ended, list(absent), fields]))
+
+    def note_abort(self) -> None:
+        """Note that this rank has heard how its epoch ended."""
+        self._informed_epoch = self.epoch
+
+    def _change_epoch(self, epoch: int) -> None:
+        self.close_group()
+        self.epoch, self.save_number = epoch, 0
+        self._must_move = False
+
+    def _read_current(self) -> _Current:
+        epoch, ended_epoch, absent, fields = unpack(self.control.read_many(["current"])[0])
+        error = None if fields is None else CoordinationError.from_fields(fields)
+        return _Current(int(epoch), int(ended_epoch), tuple(absent), error)
+
+    def leave_without_verdict(self, quit_key: str) -> None:
+        """Tell the coordinator that this rank gives a save up; a new epoch begins before the next."""
+        self.close_group()
+        self._must_move = True
+        self.control.put(quit_key, b"1")
+
+    def succeeded(self) -> None:
+        """Note that a save ended well."""
+        self._excused = False
+
+    def take_litter(self) -> list[str]:
+        """Return the keys of earlier saves that may be deleted once all members are in a later one."""
+        litter, self.litter = self.litter, []
+        return litter
+
+    def save_key(self, name: str, *, offset: int = 0) -> str:
+        """Return the key ``name`` of the current save, or of the one ``offset`` after it."""
+        return f"s/{self.epoch}/{self.save_number + offset}/{name}"
+
+    # -- signs of life -----------------------------------------------------------------------------
+
+    def beat(self, count: int) -> None:
+        """Show life."""
+        self.control.put(f"life/{self.group_rank}", pack([self.epoch, self.save_number, count]))
+
+    def lives(self, ranks: Sequence[int]) -> list[bytes]:
+        """Return the latest sign of life of each of ``ranks``, empty bytes where there was none."""
+        keys = [f"life/{rank}" for rank in ranks]
+        there = self.control.present(keys)
+        values = iter(
+            self.control.read_many([key for key, is_there in zip(keys, there, strict=True) if is_there])
+        )
+        return [next(values) if is_there else b"" for is_there in there]
+
+    def is_in_this_save(self, life: bytes) -> bool:
+        """Whether a sign of life comes from the save this rank is in."""
+        return bool(life) and unpack(life)[:2] == [self.epoch, self.save_number]
+
+    # -- the gloo group ----------------------------------------------------------------------------
+
+    def prepare_devices(self) -> None:
+        """Find the interfaces to use, before anybody relies on this rank.
+
+        Raises:
+            TransportError: this rank has no usable interface; names the variable or the host.
+        """
+        if self._devices is None:
+            self._devices = make_devices()
+
+    def open_group(self, timeout: timedelta) -> GlooGroup:
+        """Return this epoch's gloo group, making it at first use.
+
+        Raises:
+            TransportError: a rank did not come (only where ``TORCH_GLOO_LAZY_INIT=0`` connects all
+                pairs at once).
+        """
+        self.prepare_devices()
+        if self._group is None:
+            try:
+                self._group = GlooGroup(
+                    self._gloo_store,
+                    prefix=f"gloo/{self.epoch}",
+                    group_rank=self.group_rank,
+                    world_size=self.world_size,
+                    devices=self._devices or (),
+                    timeout=timeout,
+                )
+            except RuntimeError as error:
+                raise TransportError(
+                    f"the gloo group could not be made: {error}",
+                    advice="see whether all ranks can reach each other on the interface that gloo uses",
+                ) from error
+            _logger.debug("made a gloo group of %d ranks, epoch %d", self.world_size, self.epoch)
+        return self._group
+
+    def close_group(self) -> None:
+        """Drop the gloo group, if there is one; the next epoch makes its own."""
+        if self._group is not None:
+            self._group.close()
+            self._group = self._devices = None
+
+
+_channels: dict[tuple[tuple[int, ...], int], Channel] = {}
+_channels_lock = threading.Lock()
+
+
+def open_channel(members: Sequence[int], group_rank: int, coordinator: int) -> Channel:
+    """Return this process's channel for ``members`` (global ranks in group order), making it at first use.
+
+    A channel of process groups that were destroyed since is replaced.
+    """
+    key = (tuple(members), coordinator)
+    with _channels_lock:
+        for stale in [key for key, channel in _channels.items() if not channel.is_current]:
+            _channels.pop(stale).close_group()
+        channel = _channels.get(key)
+        if channel is None:
+            channel = _channels[key] = Channel(_get_default_store(), members, group_rank, coordinator)
+        return channel

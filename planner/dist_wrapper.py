@@ -1,0 +1,292 @@
+"""The replacement for DCP's ``_DistWrapper``: the same methods, over the store and gloo.
+
+Rule of this file: what DCP means lives here (steps, plans, who computes what); how ranks agree lives
+in planner.exchange, and what bytes look like in planner.wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from planner.channel import open_channel
+from planner.config import CoordinationConfig
+from planner.errors import WireError
+from planner.exchange import Exchange, PeerFailures, Reply
+from planner.report import SaveReport
+from planner.wire.messages import decode_value, encode_reply, encode_value
+from planner.wire.plans import PlanSchema
+
+__all__ = ["GlooDistWrapper"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_IO_STEPS = frozenset(
+    {"write", "read", "barrier"}
+)  # the barrier of use_collectives=False waits for writes too
+
+
+class GlooDistWrapper(_DistWrapper):
+    """Coordinate the members of a process group without using that group.
+
+    Has the whole surface of ``torch.distributed.checkpoint.utils._DistWrapper`` (torch 2.9 to 2.15).
+    ``group`` says who takes part and stays what the caller passed, since DCP's logger asks c10d about
+    it; every exchange goes over the default group's store and a dedicated gloo group. With one member,
+    or without ``use_dist``, everything is local and no group is made.
+
+    Inside a save or load of DCP all calls of one wrapper form one exchange of identity; used on its
+    own, each call is matched by itself. All methods but ``get_rank`` and ``get_world_size`` are
+    collective over the members, and raise ``CoordinationError`` when the ranks do not come to an
+    agreement within the configured times; the next call works again.
+
+    Raises:
+        ValueError: this rank is not a member of ``group``.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        use_dist: bool,  # noqa: FBT001 - the signature of the stock class
+        coordinator_rank: int,
+        *,
+        operation: str = "collective",
+        checkpoint: str = "",
+        config: CoordinationConfig | None = None,
+    ) -> None:
+        if use_dist and dist.get_rank(group) < 0:
+            raise ValueError(
+                f"global rank {dist.get_rank()} is not a member of the process group with ranks "
+                f"{dist.get_process_group_ranks(group)}; only members may save or load with it"
+            )
+        super().__init__(group, use_dist, coordinator_rank)
+        self._operation = operation
+        self._checkpoint = checkpoint
+        self._config = config or CoordinationConfig()
+        self._world_size = dist.get_world_size(group) if use_dist else 1
+        # With one member the stock class's local branches are all there is to do.
+        self.use_dist = use_dist and self._world_size > 1
+        self._members = tuple(dist.get_process_group_ranks(group)) if self.use_dist else (0,)
+        self._session: Exchange | None = None
+        self._holds_session = False
+        self._local_plan: SavePlan | None = None
+        self._final_plan: SavePlan | None = None
+        self._final_plans: dict[int, SavePlan] = {}  # coordinator: what each rank was sent
+
+    # -- the whole of one save or load -------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Let all calls up to ``end`` be parts of one save or load."""
+        self._holds_session = True
+
+    def end(self, error: BaseException | None) -> SaveReport:
+        """End the save or load begun with ``begin``; an ``error`` the others do not know of reaches them."""
+        self._holds_session = False
+        session, self._session = self._session, None
+        if session is None:
+            if error is None or not self.use_dist:
+                return SaveReport(self._operation, self._checkpoint, self._world_size)
+            # This rank failed before its first exchange: the others are waiting in it.
+            session = self._new_exchange().__enter__()
+        session.__exit__(type(error) if error else None, error, None)
+        return session.report
+
+    @contextmanager
+    def _exchange(self) -> Iterator[Exchange]:
+        if self._holds_session:
+            if self._session is None:
+                self._session = self._new_exchange().__enter__()
+            yield self._session
+        else:
+            with self._new_exchange() as exchange:
+                yield exchange
+
+    def _new_exchange(self) -> Exchange:
+        channel = open_channel(self._members, self.rank, self.coordinator_rank)
+        return Exchange(channel, operation=self._operation, checkpoint=self._checkpoint, config=self._config)
+
+    # -- DCP's steps ---------------------------------------------------------------------------------
+
+    def get_world_size(self) -> int:
+        """Return the number of members."""
+        return self._world_size
+
+    def reduce_scatter(
+        self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]
+    ) -> R:
+        """Compute a value on each rank, reduce all on the coordinator, give each rank its part of the result.
+
+        Called on all members. Blocks up to ``plan_timeout`` in each wait; see the class.
+
+        Raises:
+            CheckpointException: ``map_fun`` or ``reduce_fun`` raised; the same on all ranks.
+        """
+        if not self.use_dist:
+            return super().reduce_scatter(step, map_fun, reduce_fun)
+
+        def reduce(values: list[Any]) -> Sequence[Any]:
+            results = reduce_fun(values)
+            if len(results) != self._world_size:
+                raise ValueError(f"step {step!r} made {len(results)} results for {self._world_size} ranks")
+            return results
+
+        return self._run(step, map_fun, reduce, to_each=True)  # type: ignore[no-any-return]  # what came over the wire
+
+    def all_reduce(self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], R]) -> R:
+        """Compute a value on each rank, reduce all on the coordinator, give the result to every rank.
+
+        Called on all members. While ranks are in ``map_fun`` of step ``write``, ``io_timeout`` holds.
+
+        Raises:
+            CheckpointException: ``map_fun`` or ``reduce_fun`` raised; the same on all ranks.
+        """
+        if not self.use_dist:
+            return super().all_reduce(step, map_fun, reduce_fun)
+        return self._run(step, map_fun, reduce_fun)  # type: ignore[no-any-return]
+
+    def all_gather(self, step: str, map_fun: Callable[[], T]) -> list[T]:
+        """Compute a value on each rank and give all values, by group rank, to every rank.
+
+        Called on all members. While ranks are in ``map_fun`` of step ``read``, ``io_timeout`` holds.
+
+        Raises:
+            CheckpointException: ``map_fun`` raised; the same on all ranks.
+        """
+        if not self.use_dist:
+            return super().all_gather(step, map_fun)
+        return self._run(step, map_fun, list)  # type: ignore[no-any-return]
+
+    def broadcast(self, step: str, map_fun: Callable[[], T]) -> T:
+        """Compute a value on the coordinator and give it to every rank; called on all members.
+
+        Raises:
+            CheckpointException: ``map_fun`` raised; the same on all ranks.
+        """
+        if not self.use_dist:
+            return super().broadcast(step, map_fun)
+        return self._run(  # type: ignore[no-any-return]
+            step, lambda: map_fun() if self.is_coordinator else None, lambda values: values[self.rank]
+        )
+
+    def barrier(self) -> None:
+        """Wait for all members; called on all of them."""
+        if self.use_dist:
+            self._run("barrier", lambda: None, None)
+
+    # -- plain objects -------------------------------------------------------------------------------
+
+    def broadcast_object(self, object: T | None) -> T:  # noqa: A002 - the name in the stock class
+        """Give the coordinator's ``object`` to every rank; called on all members."""
+        if not self.use_dist:
+            return super().broadcast_object(object)
+        return self.broadcast("broadcast_object", lambda: object)  # type: ignore[return-value]
+
+    def gather_object(self, object: T) -> list[T] | None:  # noqa: A002 - the name in the stock class
+        """Return all ranks' objects on the coordinator, by group rank, else None; called on all members."""
+        if not self.use_dist:
+            return super().gather_object(object)
+        gathered: list[T] = []
+        self._run("gather_object", lambda: object, gathered.extend, replies=False)
+        return gathered if self.is_coordinator else None
+
+    def all_gather_object(self, object: T) -> list[T]:  # noqa: A002 - the name in the stock class
+        """Return all ranks' objects by group rank, on every rank; called on all members."""
+        if not self.use_dist:
+            return super().all_gather_object(object)
+        return self.all_gather("all_gather_object", lambda: object)
+
+    def scatter_object(self, object_list: list[T] | None) -> T:
+        """Give each rank its element of the coordinator's list; called on all members."""
+        if not self.use_dist:
+            return super().scatter_object(object_list)
+        return self.reduce_scatter("scatter_object", lambda: None, lambda _: object_list or [])
+
+    # -- all of them ---------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        step: str,
+        map_fun: Callable[[], Any],
+        reduce_fun: Callable[[list[Any]], Any] | None,
+        *,
+        to_each: bool = False,
+        replies: bool = True,
+    ) -> Any:
+        """Run one exchange; ``reduce_fun`` None: nothing travels at all."""
+        mine: Any = None
+        result: Any = None
+
+        def produce() -> Sequence[bytes]:
+            nonlocal mine
+            mine = map_fun()
+            if type(mine) is SavePlan:
+                self._local_plan = mine
+            if reduce_fun is None or self.is_coordinator:
+                return ()
+            return encode_value(
+                mine,
+                base=self._final_plan,
+                path=f"{step} of group rank {self.rank}",
+                strict=self._config.strict,
+            )
+
+        def reduce(received: list[list[bytes] | None]) -> Reply | None:
+            nonlocal result
+            if reduce_fun is None:
+                return None
+            values = self._decode(received, mine)
+            result = reduce_fun(values)
+            if not replies:
+                return None
+            if not to_each:
+                return Reply(to_all=encode_reply(result, path=step, strict=self._config.strict))
+            return Reply(to_each=self._encode_each(step, values, result))
+
+        with self._exchange() as exchange:
+            reply = exchange.run(step, produce, reduce, is_io=step in _IO_STEPS)
+            if self.is_coordinator:
+                return result[self.rank] if to_each else result
+            if reply is None:
+                return None
+            value = decode_value([reply], base=self._local_plan)
+            if to_each and type(value) is SavePlan:
+                self._final_plan = value
+            return value
+
+    def _decode(self, received: list[list[bytes] | None], mine: Any) -> list[Any]:
+        values: list[Any] = []
+        damaged: dict[int, BaseException] = {}
+        schemas: dict[bytes, PlanSchema] = {}
+        for rank, parts in enumerate(received):
+            try:
+                values.append(
+                    mine
+                    if parts is None
+                    else decode_value(parts, base=self._final_plans.get(rank), schemas=schemas)
+                )
+            except WireError as error:
+                damaged[rank] = error
+        if damaged:
+            raise PeerFailures(damaged)
+        return values
+
+    def _encode_each(self, step: str, values: Sequence[Any], results: Sequence[Any]) -> dict[int, bytes]:
+        replies = {}
+        for rank, (value, result) in enumerate(zip(values, results, strict=True)):
+            if rank == self.rank:
+                continue
+            is_plan = type(value) is SavePlan and type(result) is SavePlan
+            replies[rank] = encode_reply(
+                result,
+                base=value if is_plan else None,
+                path=f"{step} for group rank {rank}",
+                strict=self._config.strict,
+            )
+            if is_plan:
+                self._final_plans[rank] = result
+        return replies

@@ -1,0 +1,737 @@
+"""The protocol of one save or load: who enters, what each rank has, what the coordinator decides.
+
+One save is a row of *exchanges* ("plan", then "write"). In each, every rank makes its part and puts
+an envelope; the coordinator waits for all of them, compares, and answers with verdicts:
+
+    rank         envelope  ........................  parts over gloo  ..............  reply over gloo
+    coordinator            verdict "send" (to whom)                   verdict "done"
+                           or verdict "abort" at any point, with the reasons
+
+Keys, below ``s/EPOCH/SAVE/``: ``u/EXCHANGE/RANK`` holds an envelope, ``v/NUMBER`` the verdicts in their
+order, ``alarm`` counts failed envelopes. A rank that fails anywhere, also between exchanges, puts a
+failed envelope for the next one, so every failure reaches everybody the same way. Parts with equal
+digests are sent once, by the lowest rank that has them.
+
+Nothing here knows what the bytes mean; that is for planner.dist_wrapper.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from planner.channel import Channel
+from planner.config import CoordinationConfig
+from planner.control import Deadline
+from planner.errors import (
+    CoordinationError,
+    CoordinationMismatch,
+    CoordinationTimeout,
+    RemoteError,
+    TransportError,
+    WireError,
+    format_ranks,
+)
+from planner.report import PhaseReport, SaveReport
+from planner.transport import gather, receive_reply, scatter, send_parts
+from planner.wire.envelope import (
+    Abort,
+    Done,
+    Envelope,
+    Identity,
+    Moved,
+    Send,
+    Verdict,
+    decode_verdict,
+    encode_verdict,
+)
+from planner.wire.failures import decode_failure, encode_failure
+from planner.wire.frame import digest
+
+__all__ = ["Exchange", "PeerFailures", "Reply"]
+
+_logger = logging.getLogger(__name__)
+
+_FAILURE_GRACE = timedelta(seconds=2)  # after a first failure, for other ranks to report theirs
+_VERDICT_GRACE = timedelta(seconds=5)  # after giving up, for the coordinator to say why
+_BEAT = timedelta(seconds=5)
+_LOOK = timedelta(seconds=5)  # between looks at the signs of life of absent ranks
+_MAX_FAILURE_FRAMES = 64  # different ones in one verdict, which every rank reads from the store
+_NUM_LAST_RANKS = 4
+
+
+class PeerFailures(Exception):  # noqa: N818 - carries the failures of others, is none of its own
+    """Raised by a reduction to say which ranks' parts are at fault."""
+
+    def __init__(self, failures: Mapping[int, BaseException]) -> None:
+        super().__init__(failures)
+        self.failures = dict(failures)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the coordinator answers: the same bytes to all, or one piece of bytes to each rank."""
+
+    to_all: bytes | None = None
+    to_each: Mapping[int, bytes] | None = None
+
+
+class Exchange:
+    """One save or load on this rank, from entering to its end. A context manager; enter it on all members.
+
+    Entering numbers the save and may block up to ``plan_timeout``. Leaving with an exception that
+    the others do not know of tells them.
+    """
+
+    def __init__(
+        self, channel: Channel, *, operation: str, checkpoint: str, config: CoordinationConfig
+    ) -> None:
+        self._channel = channel
+        self._control = channel.control
+        self._config = config
+        self._operation = operation
+        self._checkpoint = checkpoint
+        self.report = SaveReport(operation, checkpoint, channel.world_size)
+        self._base = ""
+        self._absent: tuple[int, ...] = ()  # coordinator: who had not arrived when it stopped waiting
+        self._concluded = False  # an abort verdict was given or taken: all ranks know
+        self._num_exchanges = 0
+        self._num_verdicts = 0
+        self._identity = Identity(operation, checkpoint, "enter")
+        self._phase = PhaseReport("enter")
+        self._local_failure: BaseException | None = None
+        self._pulse: _Pulse | None = None
+        self._start = 0.0
+        self._save_number = 0
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Exchange:
+        """Number this save; see the class."""
+        deadline = Deadline(self._config.plan_timeout)
+        self._start = time.monotonic()
+        if not self._channel.lock.acquire(timeout=self._config.plan_timeout.total_seconds()):
+            raise self._describe(
+                CoordinationTimeout,
+                "another save or load of the same ranks is still running in this process",
+                ranks=[self._channel.group_rank],
+                elapsed=deadline.elapsed,
+                advice="let one end before the next begins, or give them different process groups",
+            )
+        try:
+            self._enter_epoch(deadline)
+        except BaseException as error:
+            self._channel.lock.release()
+            self._name(error)
+            raise
+        self._pulse = _Pulse(self._channel, self._config.plan_timeout)
+        return self
+
+    def _enter_epoch(self, deadline: Deadline) -> None:
+        self._channel.enter(self._checkpoint, deadline)
+        self._base = self._channel.save_key("")
+        self._save_number = self._channel.save_number
+        self._num_verdicts = 0
+
+    def _name(self, error: BaseException) -> None:
+        """Say in an error from a lower layer which operation it ended."""
+        if isinstance(error, CoordinationError):
+            error.operation = error.operation or self._operation
+            error.checkpoint = error.checkpoint or self._checkpoint
+            error.phase = error.phase or self._identity.phase
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End the save on this rank."""
+        assert self._pulse is not None  # noqa: S101 - __enter__ made it
+        self._pulse.stop()
+        try:
+            if error is None:
+                self._channel.succeeded()
+                if self._channel.is_coordinator:
+                    self._channel.litter += [self._verdict_key(self._num_verdicts - back) for back in (1, 2)]
+            else:
+                self._name(error)
+                if not self._concluded:
+                    with suppress(TransportError):
+                        self._leave(error)
+        finally:
+            self.report.total_seconds = time.monotonic() - self._start
+            self._channel.lock.release()
+        if error is None:
+            level = logging.INFO if self._channel.is_coordinator else logging.DEBUG
+            _logger.log(level, "%s", self.report)
+
+    def _leave(self, error: BaseException) -> None:
+        """Tell the others that this rank ends with ``error``, at the next point where they look."""
+        if self._channel.is_coordinator:
+            frame = self._encode(error)
+            self._end(Abort(step=self._identity.phase, failures=[(frame, [self._channel.group_rank])]), None)
+            return
+        self._put_failed(self._num_exchanges, error)
+        # This closes the group too: the coordinator may be about to receive from this rank.
+        self._channel.leave_without_verdict(f"{self._base}quit")
+
+    # -- one exchange --------------------------------------------------------------------------------
+
+    def run(
+        self,
+        step: str,
+        produce: Callable[[], Sequence[bytes]],
+        reduce: Callable[[list[list[bytes] | None]], Reply | None],
+        *,
+        is_io: bool = False,
+    ) -> bytes | None:
+        """Run one exchange; collective over the members, each calls it in the same order.
+
+        Blocks until the coordinator has an outcome: while ranks are inside ``produce`` at most
+        ``plan_timeout``, or ``io_timeout`` for the slowest where ``is_io``.
+
+        Args:
+            step: DCP's name of the step.
+            produce: makes this rank's parts; may raise anything.
+            reduce: makes the reply from all ranks' parts; runs on the coordinator, whose own entry in
+                the list, indexed by group rank, is None. May raise anything, ``PeerFailures`` for
+                parts that are at fault.
+            is_io: whether ``produce`` writes or reads data.
+
+        Returns:
+            The reply's bytes; None on the coordinator, and where there is no reply.
+
+        Raises:
+            CheckpointException: ranks failed, or the reduction did; the same on every rank.
+            CoordinationError: the ranks did not come to an agreement.
+        """
+        self._identity = Identity(self._operation, self._checkpoint, step)
+        self._phase = PhaseReport(step)
+        self.report.phases.append(self._phase)
+        self._local_failure = None
+        number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
+        start = time.monotonic()
+        try:
+            deadline = Deadline(self._config.io_timeout if is_io else self._config.plan_timeout)
+            parts = self._produce(produce, is_first=number == 0)
+            if self._channel.is_coordinator:
+                self._coordinate(number, reduce, deadline)
+                return None
+            return self._take_part(number, parts)
+        finally:
+            self._phase.seconds = time.monotonic() - start
+
+    def _produce(self, produce: Callable[[], Sequence[bytes]], *, is_first: bool) -> Sequence[bytes]:
+        start = time.monotonic()
+        try:
+            if is_first:
+                self._channel.prepare_devices()
+            return produce()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, all ranks must hear of it, as in stock DCP
+            self._local_failure = error
+            return ()
+        finally:
+            self._phase.work_seconds += time.monotonic() - start
+
+    # -- on the other ranks --------------------------------------------------------------------------
+
+    def _take_part(self, number: int, parts: Sequence[bytes]) -> bytes | None:
+        verdict: Verdict = Moved()
+        while isinstance(verdict, Moved):
+            if self._local_failure is not None:
+                self._put_failed(number, self._local_failure)
+            else:
+                envelope = Envelope(self._identity, tuple((digest(part), len(part)) for part in parts))
+                self._control.put(self._up_key(number, self._channel.group_rank), envelope.encode())
+            verdict = self._await_verdict()
+            if isinstance(verdict, Moved):
+                self._control.delete([self._up_key(number, self._channel.group_rank)])
+                self._enter_epoch(Deadline(self._config.plan_timeout))
+        if isinstance(verdict, Send) and self._local_failure is None:
+            mask = verdict.mask_of(self._channel.group_rank)
+            chosen = [part for bit, part in enumerate(parts) if mask >> bit & 1]
+            if chosen:
+                self._over_gloo(
+                    lambda deadline: send_parts(
+                        self._channel.open_group(self._config.plan_timeout),
+                        chosen,
+                        to_rank=self._channel.coordinator,
+                        tag=self._tag(number),
+                        deadline=deadline,
+                    )
+                )
+                self._phase.sent_nbytes += sum(map(len, chosen))
+            verdict = self._await_verdict()
+        if not isinstance(verdict, Done) or self._local_failure is not None:
+            raise self._unexpected(verdict)
+        self._control.delete([self._up_key(number, self._channel.group_rank)])
+        if not verdict.has_reply:
+            return None
+        reply = self._over_gloo(
+            lambda deadline: receive_reply(
+                self._channel.open_group(self._config.plan_timeout),
+                from_rank=self._channel.coordinator,
+                tag=self._tag(number),
+                deadline=deadline,
+            )
+        )
+        self._phase.received_nbytes += len(reply)
+        return reply
+
+    def _over_gloo(self, move: Callable[[Deadline], bytes | None]) -> bytes:
+        try:
+            return move(Deadline(self._config.plan_timeout)) or b""
+        except TransportError as error:
+            # The coordinator usually knows better what happened, such as which rank died.
+            self._give_up(self._describe_like(error))
+
+    def _await_verdict(self) -> Send | Done | Moved:
+        """Return the next verdict that lets this rank go on, or raise what it says."""
+        channel, key = self._channel, self._verdict_key(self._num_verdicts)
+        deadline = Deadline(self._config.plan_timeout)
+        last_life = b""
+
+        def tick() -> bool:
+            nonlocal last_life
+            life = channel.lives([channel.coordinator])[0]
+            if life != last_life:
+                # A coordinator that is alive in this very save ends a hopeless wait by itself.
+                last_life = life
+                if channel.is_in_this_save(life):
+                    deadline.restart()
+            return not deadline.is_over
+
+        if not self._control.wait([key], tick=tick):
+            came = self._control.exists([self._up_key(self._num_exchanges - 1, channel.coordinator)])
+            self._give_up(
+                self._describe(
+                    CoordinationTimeout,
+                    "the coordinator " + ("shows no sign of life" if came or last_life else "never entered"),
+                    ranks=[channel.coordinator],
+                    elapsed=deadline.elapsed,
+                    advice="find out whether that rank called the save, and whether it is frozen or gone",
+                )
+            )
+        return self._read_verdict(key)
+
+    def _read_verdict(self, key: str) -> Send | Done | Moved:
+        self._num_verdicts += 1
+        try:
+            verdict = decode_verdict(self._control.read_many([key])[0])
+        except WireError as error:
+            self._concluded = True
+            self._channel.leave_without_verdict(f"{self._base}quit")
+            raise self._describe(
+                CoordinationMismatch,
+                f"the coordinator's verdict cannot be read: {error}",
+                ranks=[self._channel.coordinator, self._channel.group_rank],
+                advice="install the same version of gloo-coordinated-planner on all ranks",
+            ) from error
+        if isinstance(verdict, Abort):
+            self._concluded = True
+            self._channel.note_abort()
+            self._control.delete([self._up_key(self._num_exchanges - 1, self._channel.group_rank)])
+            self._raise_abort(verdict)
+        return verdict
+
+    def _give_up(self, error: CoordinationError) -> NoReturn:
+        """Leave this save; raise the coordinator's reason if it gives one soon, else ``error``."""
+        with suppress(TransportError):
+            self._channel.leave_without_verdict(f"{self._base}quit")
+            grace = Deadline(_VERDICT_GRACE)
+            key = self._verdict_key(self._num_verdicts)
+            while self._control.wait([key], tick=lambda: not grace.is_over):
+                self._read_verdict(key)  # raises at an abort; another verdict came too late to follow
+                key = self._verdict_key(self._num_verdicts)
+        self._concluded = True
+        raise error
+
+    def _put_failed(self, number: int, error: BaseException) -> None:
+        frame = encode_failure(error, strict=self._config.strict)
+        envelope = Envelope(self._identity, failure=frame)
+        key = self._up_key(number, self._channel.group_rank)
+        self._control.put(key, envelope.encode())
+        self._control.put(f"{self._base}alarm", b"1")
+        self._channel.litter.append(key)
+
+    def _unexpected(self, verdict: Verdict) -> CoordinationError:
+        return self._describe(
+            CoordinationError,
+            f"the coordinator answered {verdict} where it had to abort or go on",
+            ranks=[self._channel.coordinator],
+            advice="report this as a bug of gloo-coordinated-planner",
+        )
+
+    # -- on the coordinator --------------------------------------------------------------------------
+
+    def _coordinate(
+        self,
+        number: int,
+        reduce: Callable[[list[list[bytes] | None]], Reply | None],
+        deadline: Deadline,
+    ) -> None:
+        channel = self._channel
+        self._control.put(self._up_key(number, channel.group_rank), b"")
+        envelopes = self._collect(number, deadline)
+        if number == 0:
+            self._control.delete(channel.take_litter())  # all are past the save before
+        wanted, verdict = _choose_parts(envelopes)
+        parts: dict[bytes, bytes] = {}
+        if wanted:
+            self._publish(verdict)
+            parts = self._gather(number, envelopes, wanted)
+        received: list[list[bytes] | None] = [None] * channel.world_size
+        for rank, envelope in envelopes.items():
+            received[rank] = [parts[part_digest] for part_digest, _ in envelope.parts]
+        start = time.monotonic()
+        try:
+            reply = reduce(received)
+        except PeerFailures as peers:
+            self._abort_failures(self._identity.phase, peers.failures)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, all ranks must hear of it
+            self._local_failure = error
+            self._abort_failures(self._identity.phase, {channel.group_rank: error})
+        finally:
+            self._phase.work_seconds += time.monotonic() - start
+        replies: dict[int, bytes] = {}
+        if reply is not None:
+            replies = {
+                rank: reply.to_each[rank] if reply.to_each is not None else reply.to_all or b""
+                for rank in channel.peers
+            }
+        self._publish(Done(has_reply=bool(replies)))
+        if replies:
+            self._scatter(number, replies)
+        self._control.delete([self._up_key(number, channel.group_rank)])
+
+    def _collect(self, number: int, deadline: Deadline) -> dict[int, Envelope]:
+        """Return the envelopes of all other ranks, or abort."""
+        channel, control = self._channel, self._control
+        keys = {rank: self._up_key(number, rank) for rank in channel.peers}
+        failed_since = None if self._local_failure is None else Deadline(_FAILURE_GRACE)
+        progress = Deadline(self._config.progress_interval)
+        silence = _SilenceWatch(channel, self._config.plan_timeout)
+        waiting = Deadline(None)
+        arrived: dict[int, float] = {}
+        silent: list[int] = []
+
+        def note_arrivals() -> list[int]:
+            there = control.present(list(keys.values()))
+            now = waiting.elapsed.total_seconds()
+            for rank, is_there in zip(keys, there, strict=True):
+                if is_there:
+                    arrived.setdefault(rank, now)
+            return [rank for rank in keys if rank not in arrived]
+
+        def tick() -> bool:
+            nonlocal failed_since
+            absent = note_arrivals()
+            if number == 0:
+                channel.welcome(absent)
+            if failed_since is None and self._is_troubled():
+                failed_since = Deadline(_FAILURE_GRACE)
+            if progress.is_over and absent:
+                progress.restart()
+                self._log_progress(absent, waiting)
+            silent.extend(silence.look(absent))
+            is_hopeless = bool(silent) or deadline.is_over
+            return not (is_hopeless or (failed_since is not None and failed_since.is_over))
+
+        if number == 0 and channel.strangers:
+            self._control.wait([f"hello/{rank}" for rank in channel.strangers], tick=tick)
+            channel.welcome(channel.strangers)
+        complete = control.wait(list(keys.values()), tick=tick)
+        absent = [] if complete else note_arrivals()
+        self._absent = tuple(absent)
+        self._phase.last_ranks = tuple(sorted(arrived, key=lambda rank: arrived[rank])[-_NUM_LAST_RANKS:])
+        envelopes, failures = self._open(keys, absent)
+        if self._local_failure is not None:
+            failures[channel.group_rank] = self._encode(self._local_failure)
+        if failures:
+            self._abort_frames(self._identity.phase, failures)
+        if absent:
+            self._abort_absent(absent, silent, waiting, is_first=number == 0)
+        return envelopes
+
+    def _is_troubled(self) -> bool:
+        """Whether a rank has failed in this save, or has left it."""
+        return self._control.exists([f"{self._base}alarm"]) or self._control.exists([f"{self._base}quit"])
+
+    def _open(
+        self, keys: Mapping[int, str], absent: Sequence[int]
+    ) -> tuple[dict[int, Envelope], dict[int, bytes]]:
+        """Read the envelopes that are there; abort if they do not belong together."""
+        here = [rank for rank in keys if rank not in absent]
+        envelopes: dict[int, Envelope] = {}
+        identities: dict[str, list[int]] = defaultdict(list)
+        mine = str(self._identity)
+        identities[mine].append(self._channel.group_rank)
+        for rank, data in zip(here, self._control.read_many([keys[rank] for rank in here]), strict=True):
+            try:
+                envelopes[rank] = Envelope.decode(data)
+            except WireError as error:
+                identities[f"an envelope that cannot be read ({error})"].append(rank)
+            else:
+                envelope = envelopes[rank]
+                # A storage whose checkpoint_id raised cannot name its checkpoint, only fail.
+                is_nameless = envelope.failure is not None and not envelope.identity.checkpoint
+                identities[mine if is_nameless else str(envelope.identity)].append(rank)
+        if len(identities) > 1:
+            self._abort(
+                self._describe(
+                    CoordinationMismatch,
+                    "the ranks are not in the same operation",
+                    ranks=[rank for text, ranks in identities.items() if text != mine for rank in ranks],
+                    advice=(
+                        "every rank must make the same calls in the same order, with the same checkpoint_id "
+                        "and the same version of gloo-coordinated-planner"
+                    ),
+                    details={
+                        f"group ranks {format_ranks(ranks)}": text for text, ranks in identities.items()
+                    },
+                )
+            )
+        failures = {
+            rank: envelope.failure for rank, envelope in envelopes.items() if envelope.failure is not None
+        }
+        return envelopes, failures
+
+    def _gather(
+        self, number: int, envelopes: Mapping[int, Envelope], wanted: Mapping[int, Sequence[int]]
+    ) -> dict[bytes, bytes]:
+        parts: dict[bytes, bytes] = {}
+        damaged: dict[int, BaseException] = {}
+        sizes = {rank: [envelopes[rank].parts[part][1] for part in chosen] for rank, chosen in wanted.items()}
+        try:
+            group = self._channel.open_group(self._config.plan_timeout)
+            deadline = Deadline(self._config.plan_timeout)
+            for rank, received in gather(group, sizes, tag=self._tag(number), deadline=deadline):
+                for part, data in zip(wanted[rank], received, strict=True):
+                    self._phase.received_nbytes += len(data)
+                    promised = envelopes[rank].parts[part][0]
+                    if digest(data) != promised:
+                        damaged[rank] = WireError(
+                            f"part {part} of group rank {rank} in phase {self._identity.phase!r}, "
+                            f"{len(data):,} bytes, has digest {digest(data).hex()}, but its envelope "
+                            f"promised {promised.hex()}; it was not used"
+                        )
+                    parts[promised] = data
+        except TransportError as error:
+            self._abort_transport(number, error)
+        if damaged:
+            self._abort_failures(self._identity.phase, damaged)
+        return parts
+
+    def _scatter(self, number: int, replies: Mapping[int, bytes]) -> None:
+        try:
+            group = self._channel.open_group(self._config.plan_timeout)
+            scatter(group, replies, tag=self._tag(number), deadline=Deadline(self._config.plan_timeout))
+        except TransportError as error:
+            self._abort_transport(number, error)
+        self._phase.sent_nbytes += sum(map(len, replies.values()))
+
+    def _publish(self, verdict: Verdict) -> None:
+        self._control.put(self._verdict_key(self._num_verdicts), encode_verdict(verdict))
+        # Whoever put the envelope this answers has read all verdicts before the last two.
+        if self._num_verdicts >= 2:  # noqa: PLR2004
+            self._control.delete([self._verdict_key(self._num_verdicts - 2)])
+        self._num_verdicts += 1
+
+    # -- ends ----------------------------------------------------------------------------------------
+
+    def _abort_failures(self, step: str, failures: Mapping[int, BaseException]) -> NoReturn:
+        self._abort_frames(step, {rank: self._encode(error) for rank, error in failures.items()})
+
+    def _abort_frames(self, step: str, failures: Mapping[int, bytes]) -> NoReturn:
+        by_frame: dict[bytes, list[int]] = defaultdict(list)
+        for rank, frame in sorted(failures.items()):
+            by_frame[frame].append(rank)
+        frames = list(by_frame.items())
+        if len(frames) > _MAX_FAILURE_FRAMES:
+            more = [rank for _, ranks in frames[_MAX_FAILURE_FRAMES:] for rank in ranks]
+            stand_in = self._encode(
+                RemoteError("planner.errors.RemoteError", "left out; see this rank's own log")
+            )
+            frames = [*frames[:_MAX_FAILURE_FRAMES], (stand_in, more)]
+        abort = Abort(step=step, failures=frames)
+        first = decode_failure(frames[0][0])[0]
+        self._end(
+            abort,
+            self._describe(
+                CoordinationError,
+                f"it failed on group ranks {format_ranks(failures)} before this rank came: {first!r}",
+                ranks=self._absent,
+                advice="see those ranks' logs; saving again works",
+            ),
+        )
+        self._raise_abort(abort)
+
+    def _abort_absent(
+        self, absent: Sequence[int], silent: Sequence[int], waiting: Deadline, *, is_first: bool
+    ) -> NoReturn:
+        if silent:
+            summary = f"{len(silent)} of {self._channel.world_size} ranks show no sign of life"
+        elif is_first:
+            summary = f"{len(absent)} of {self._channel.world_size} ranks never entered"
+        else:
+            summary = f"{len(absent)} of {self._channel.world_size} ranks did not finish in time"
+        self._abort(
+            self._describe(
+                CoordinationTimeout,
+                summary,
+                ranks=silent or absent,
+                elapsed=waiting.elapsed,
+                advice=(
+                    "look at those ranks' logs: did they raise, exit, or freeze, or call the save without "
+                    "GlooCoordinatedPlanner? If they are only slow, raise plan_timeout (or io_timeout)"
+                ),
+            )
+        )
+
+    def _abort_transport(self, number: int, error: TransportError) -> NoReturn:
+        """Abort after the group failed; a rank that left with a failure of its own is the better cause."""
+        keys = {rank: self._up_key(number + 1, rank) for rank in self._channel.peers}
+        grace = Deadline(_FAILURE_GRACE)
+        self._control.wait_until(self._is_troubled, tick=lambda: not grace.is_over)
+        there = self._control.present(list(keys.values()))
+        failures = {}
+        for rank, key in (item for item, is_there in zip(keys.items(), there, strict=True) if is_there):
+            with suppress(WireError):
+                envelope = Envelope.decode(self._control.read_many([key])[0])
+                if envelope.failure is not None:
+                    failures[rank] = envelope.failure
+        if failures:
+            self._abort_frames(self._identity.phase, failures)
+        self._abort(self._describe_like(error))
+
+    def _abort(self, error: CoordinationError) -> NoReturn:
+        self._end(Abort(error=error.to_fields()), error)
+        raise error
+
+    def _end(self, abort: Abort, ended: CoordinationError | None) -> None:
+        """Tell all ranks, and begin a new epoch: after an abort one cannot know where each rank is."""
+        self._concluded = True
+        names = ["alarm", "quit", *(f"v/{number}" for number in range(self._num_verdicts + 1))]
+        names.append(f"u/{self._num_exchanges - 1}/{self._channel.group_rank}")
+        self._channel.litter += [f"{self._base}{name}" for name in names]
+        self._channel.begin_epoch(ended, self._absent if self._num_exchanges <= 1 else ())
+        self._control.put(self._verdict_key(self._num_verdicts), encode_verdict(abort))
+
+    def _raise_abort(self, abort: Abort) -> NoReturn:
+        if abort.error is not None:
+            raise CoordinationError.from_fields(abort.error)
+        failures = {}
+        for frame, ranks in abort.failures:
+            for rank in ranks:
+                failures[rank] = decode_failure(frame)
+        mine = self._local_failure
+        if mine is not None and self._channel.group_rank in failures:
+            failures[self._channel.group_rank] = (mine, failures[self._channel.group_rank][1])
+        raise CheckpointException(abort.step, failures) from mine
+
+    # -- small things --------------------------------------------------------------------------------
+
+    def _up_key(self, number: int, rank: int) -> str:
+        return f"{self._base}u/{number}/{rank}"
+
+    def _verdict_key(self, number: int) -> str:
+        return f"{self._base}v/{number}"
+
+    def _tag(self, number: int) -> int:
+        return (self._save_number * 16 + number) % 2**30
+
+    def _encode(self, error: BaseException) -> bytes:
+        return encode_failure(error, strict=self._config.strict)
+
+    def _log_progress(self, absent: Sequence[int], waiting: Deadline) -> None:
+        _logger.warning(
+            "%s: waiting for %d of %d ranks for %.0f s; not there: group ranks %s",
+            self._identity,
+            len(absent),
+            self._channel.world_size,
+            waiting.elapsed.total_seconds(),
+            format_ranks(absent),
+        )
+
+    def _describe(self, kind: type[CoordinationError], summary: str, **facts: object) -> CoordinationError:
+        return kind(
+            summary,
+            operation=self._operation,
+            checkpoint=self._checkpoint,
+            phase=self._identity.phase,
+            **facts,  # type: ignore[arg-type]  # the keyword arguments of CoordinationError
+        )
+
+    def _describe_like(self, error: CoordinationError) -> CoordinationError:
+        described = self._describe(type(error), error.summary, ranks=error.ranks, advice=error.advice)
+        described.__cause__ = error
+        return described
+
+
+def _choose_parts(envelopes: Mapping[int, Envelope]) -> tuple[dict[int, list[int]], Send]:
+    """Choose who sends what, so that each distinct part travels once."""
+    seen = {digest(b"")}
+    wanted: dict[int, list[int]] = {}
+    masks: dict[int, int] = {}
+    for rank in sorted(envelopes):
+        mask = 0
+        for part, (part_digest, _) in enumerate(envelopes[rank].parts):
+            if part_digest not in seen:
+                seen.add(part_digest)
+                mask |= 1 << part
+                wanted.setdefault(rank, []).append(part)
+        masks[rank] = mask
+    default = Counter(masks.values()).most_common(1)[0][0] if masks else 0
+    return wanted, Send(default, {rank: mask for rank, mask in masks.items() if mask != default})
+
+
+class _Pulse:
+    """A thread that shows this rank's life while a save runs, also while the storage works."""
+
+    def __init__(self, channel: Channel, plan_timeout: timedelta) -> None:
+        self._channel = channel
+        self._interval_s = min(_BEAT, plan_timeout / 4).total_seconds()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gloo-coordinated-planner-pulse", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        count = 0
+        while not self._stopped.wait(self._interval_s):
+            count += 1
+            with suppress(TransportError):  # the save's own thread meets the lost store too, and says so
+                self._channel.beat(count)
+
+    def stop(self) -> None:
+        """Stop and wait for the thread; at most one request to the store is in its way."""
+        self._stopped.set()
+        self._thread.join()
+
+
+class _SilenceWatch:
+    """Finds ranks whose signs of life have stopped."""
+
+    def __init__(self, channel: Channel, limit: timedelta) -> None:
+        self._channel = channel
+        self._limit = limit
+        self._next_look = Deadline(min(_LOOK, limit / 4))
+        self._latest: dict[int, tuple[bytes, Deadline]] = {}
+
+    def look(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of ``ranks`` that have shown life once, but not within the limit."""
+        if not self._next_look.is_over or not ranks:
+            return []
+        self._next_look.restart()
+        silent = []
+        for rank, life in zip(ranks, self._channel.lives(ranks), strict=True):
+            known = self._latest.get(rank)
+            if known is None or known[0] != life:
+                self._latest[rank] = (life, Deadline(self._limit))
+            elif life and known[1].is_over:
+                silent.append(rank)
+        return silent

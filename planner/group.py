@@ -1,0 +1,97 @@
+"""The dedicated gloo group: how it is made, and how it is left.
+
+Built straight from ``ProcessGroupGloo``, so that neither the default group's backend nor c10d's
+count of groups is touched, and lazily connected, so that a star of W ranks makes W - 1 connections
+instead of W * (W - 1) / 2. Rule of this file: a group that failed once is never used again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
+
+from planner.errors import TransportError
+
+__all__ = ["GlooGroup", "make_devices"]
+
+_SOCKET_VARIABLE = "GLOO_SOCKET_IFNAME"
+_LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
+
+
+def make_devices() -> list[ProcessGroupGloo.Device]:
+    """Make the gloo devices this rank connects through.
+
+    ``GLOO_SOCKET_IFNAME`` names the interface, or several separated by commas; without it gloo takes
+    the address of this host's name. ``TORCH_GLOO_LAZY_INIT=0`` connects every pair of ranks at once.
+
+    Raises:
+        TransportError: no address for the interface or for this host; nothing was made.
+    """
+    lazy_text = os.environ.get(_LAZY_VARIABLE, "")
+    is_lazy = lazy_text.strip().lower() not in {"0", "false", "no", "n", "off"}
+    interfaces = [name.strip() for name in os.environ.get(_SOCKET_VARIABLE, "").split(",") if name.strip()]
+    try:
+        if interfaces:
+            return [ProcessGroupGloo.create_device(interface=name, lazy_init=is_lazy) for name in interfaces]
+        return [ProcessGroupGloo.create_default_device(lazy_init=is_lazy)]
+    except RuntimeError as error:
+        what = (
+            f"{_SOCKET_VARIABLE}={','.join(interfaces)}" if interfaces else "the address of this host's name"
+        )
+        raise TransportError(
+            f"gloo cannot use {what}: {error}",
+            advice=f"set {_SOCKET_VARIABLE} to an interface that every rank's host has (see `ip addr`)",
+        ) from error
+
+
+class GlooGroup:
+    """Point-to-point bytes between members of one gloo group, by group rank, on the CPU.
+
+    Not collective: making it touches the store only; a pair of ranks connects when it first talks.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        prefix: str,
+        group_rank: int,
+        world_size: int,
+        devices: Sequence[ProcessGroupGloo.Device],
+        timeout: timedelta,
+    ) -> None:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - its run-time name in every torch
+        options._devices = list(devices)  # noqa: SLF001 - the only name these options have
+        options._threads = 1  # noqa: SLF001 - they serve collectives; we only send and receive
+        # gloo lets a side that waits for its peer to connect wait five times as long as this.
+        options._timeout = max(timeout / 5, timedelta(seconds=1))  # noqa: SLF001
+        self._group: ProcessGroupGloo | None = ProcessGroupGloo(
+            PrefixStore(prefix, store), group_rank, world_size, options
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the group may be used."""
+        return self._group is not None
+
+    def close(self) -> None:
+        """Drop the group; peers that wait for this rank see their connection end."""
+        self._group = None
+
+    def post_send(self, data: torch.Tensor, to_rank: int, tag: int) -> Work:
+        """Start sending a uint8 tensor; it must stay unchanged until the work is waited for."""
+        return self._require().send([data], to_rank, tag)  # type: ignore[attr-defined, no-any-return]  # missing in the stub
+
+    def post_receive(self, nbytes: int, from_rank: int, tag: int) -> tuple[torch.Tensor, Work]:
+        """Start receiving exactly ``nbytes`` bytes; a longer message would abort this process."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return buffer, self._require().recv([buffer], from_rank, tag)  # type: ignore[attr-defined]  # as above
+
+    def _require(self) -> ProcessGroupGloo:
+        if self._group is None:
+            raise TransportError("the gloo group is closed", advice="it is made anew at the next save")
+        return self._group

@@ -1,0 +1,225 @@
+"""How DCP comes to use our wrapper, and the checks that it still can.
+
+``_save_state_dict`` builds a ``_DistWrapper`` before it touches the planner, so both names are
+replaced where the saver and the loader look them up: the function to note whose planner the call has,
+the class to choose the wrapper by that note. A call with any other planner gets the stock class.
+
+Rule of this file: everything private of torch that we rely on is checked in ``find_problems``.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import utils as dcp_utils
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from planner.config import CoordinationConfig
+from planner.dist_wrapper import GlooDistWrapper
+from planner.errors import UnsupportedTorchError
+from planner.report import SaveReport
+
+__all__ = ["Coordinated", "check", "find_problems", "install"]
+
+
+class Coordinated:
+    """A planner whose save or load is coordinated by us; the planners of this library derive from it."""
+
+    config: CoordinationConfig
+    """How to coordinate."""
+
+    report: SaveReport | None = None
+    """What the latest save or load with this planner cost this rank; None before the first has ended."""
+
+
+@dataclasses.dataclass
+class _Call:
+    """One save or load by one of our planners, while it runs."""
+
+    planner: Coordinated
+    operation: str
+    checkpoint: str
+    wrapper: GlooDistWrapper | None = None
+
+
+_current_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar(
+    "gloo_coordinated_planner_call", default=None
+)
+
+
+def _choose_dist_wrapper(
+    group: dist.ProcessGroup | None,
+    use_dist: bool,  # noqa: FBT001 - the signature of the stock class
+    coordinator_rank: int,
+) -> _DistWrapper:
+    """Return ours for a call with our planner, the stock class's for any other."""
+    call = _current_call.get()
+    if call is None:
+        return _DistWrapper(group, use_dist, coordinator_rank)
+    call.wrapper = GlooDistWrapper(
+        group,
+        use_dist,
+        coordinator_rank,
+        operation=call.operation,
+        checkpoint=call.checkpoint,
+        config=call.planner.config,
+    )
+    call.wrapper.begin()
+    return call.wrapper
+
+
+def _noting_the_planner(
+    original: Callable[..., Any], operation: str, storage_name: str
+) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind_partial(*args, **kwargs).arguments
+        planner = arguments.get("planner")
+        call = None
+        if isinstance(planner, Coordinated):
+            call = _Call(planner, operation, _checkpoint_of(arguments.get(storage_name)))
+        token = _current_call.set(call)
+        try:
+            return original(*args, **kwargs) if call is None else _run_call(call, original, args, kwargs)
+        finally:
+            _current_call.reset(token)
+
+    return run
+
+
+def _checkpoint_of(storage: Any) -> str:
+    try:
+        checkpoint = getattr(storage, "checkpoint_id", None)
+        return "" if checkpoint is None else str(checkpoint)
+    except Exception:  # noqa: BLE001 - DCP asks again, inside the part whose failures all ranks hear of
+        return ""
+
+
+def _run_call(call: _Call, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    start = time.monotonic()
+    try:
+        result = original(*args, **kwargs)
+    except BaseException as error:
+        _end_call(call, error, start)
+        raise
+    _end_call(call, None, start)
+    return result
+
+
+def _end_call(call: _Call, error: BaseException | None, start: float) -> None:
+    if call.wrapper is not None:
+        report = call.wrapper.end(error)
+        report.total_seconds = time.monotonic() - start
+        call.planner.report = report
+
+
+_install_lock = threading.Lock()
+_is_installed = False
+
+
+def install() -> None:
+    """Replace the names in the saver and the loader, once in a process.
+
+    Raises:
+        UnsupportedTorchError: this torch lacks something we rely on; nothing was replaced.
+    """
+    global _is_installed  # noqa: PLW0603 - the seam is the one place with state of the process
+    with _install_lock:
+        if _is_installed:
+            return
+        check()
+        state_dict_saver._save_state_dict = _noting_the_planner(
+            state_dict_saver._save_state_dict,
+            "save",
+            "storage_writer",
+        )
+        state_dict_loader._load_state_dict = _noting_the_planner(
+            state_dict_loader._load_state_dict,
+            "load",
+            "storage_reader",
+        )
+        for module in (state_dict_saver, state_dict_loader):
+            module._DistWrapper = _choose_dist_wrapper  # type: ignore[attr-defined]
+        _is_installed = True
+
+
+def check() -> None:
+    """Raise UnsupportedTorchError, naming everything missing, if this torch cannot be used."""
+    if problems := find_problems():
+        raise UnsupportedTorchError([f"torch {torch.__version__}", *problems])
+
+
+_METHODS = {
+    "__init__": ["self", "group", "use_dist", "coordinator_rank"],
+    "get_rank": ["self"],
+    "get_world_size": ["self"],
+    "broadcast_object": ["self", "object"],
+    "gather_object": ["self", "object"],
+    "all_gather_object": ["self", "object"],
+    "scatter_object": ["self", "object_list"],
+    "reduce_scatter": ["self", "step", "map_fun", "reduce_fun"],
+    "all_reduce": ["self", "step", "map_fun", "reduce_fun"],
+    "all_gather": ["self", "step", "map_fun"],
+    "broadcast": ["self", "step", "map_fun"],
+    "barrier": ["self"],
+}
+
+
+def find_problems() -> list[str]:
+    """Return what this torch lacks of all that we rely on, one sentence each; empty when it can be used."""
+    if not dist.is_available():
+        return ["torch.distributed is not available in this build"]
+    problems = []
+    if not dist.is_gloo_available():
+        problems.append("this build of torch has no gloo")
+    stock = dcp_utils._DistWrapper
+    for name, expected in _METHODS.items():
+        method = stock.__dict__.get(name)
+        found = list(inspect.signature(method).parameters) if callable(method) else "nothing"
+        if found != expected:
+            problems.append(f"_DistWrapper.{name} has parameters {found}, expected {expected}")
+    known = {"_run", "_decode", *_METHODS}
+    unknown = [name for name, value in vars(stock).items() if inspect.isfunction(value) and name not in known]
+    if unknown:
+        problems.append(f"_DistWrapper has methods that are new to us: {sorted(unknown)}")
+    for module, function, storage in (
+        (state_dict_saver, "_save_state_dict", "storage_writer"),
+        (state_dict_loader, "_load_state_dict", "storage_reader"),
+    ):
+        where = f"{module.__name__}.{function}"
+        original = getattr(module, function, None)
+        if not callable(original):
+            problems.append(f"{where} is missing")
+            continue
+        parameters = inspect.signature(original).parameters
+        missing = [name for name in (storage, "process_group", "planner") if name not in parameters]
+        if missing:
+            problems.append(f"{where} lacks the parameters {missing}")
+        code = inspect.unwrap(original).__code__
+        if "_DistWrapper" not in code.co_names:
+            problems.append(f"{where} does not look up _DistWrapper by name")
+        public = getattr(module, function.split("_")[1])
+        if function not in inspect.unwrap(public).__code__.co_names:
+            problems.append(f"{module.__name__}.{public.__name__} does not call {function} by name")
+    for owner, name in (
+        (dist.distributed_c10d, "_get_default_store"),
+        (Store, "clone"),
+        (Store, "multi_set"),
+        (Store, "check"),
+    ):
+        if not hasattr(owner, name):
+            problems.append(f"{owner.__name__}.{name} is missing")
+    return problems

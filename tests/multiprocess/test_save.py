@@ -1,0 +1,314 @@
+"""The main job: ``dcp.save`` with our planner on a default group that cannot carry a collective."""
+
+import copy
+import logging
+import os
+import pickle
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from planner import CoordinationConfig, GlooCoordinatedPlanner, TransportError, register_codec
+from planner.channel import _channels
+from tests.support.ranks import run_ranks
+
+
+def state_of(rank):
+    return {
+        "weight": torch.arange(8.0) + 1,
+        "nested": {"own": torch.full((2,), float(rank))},
+        f"only{rank}": rank,
+    }
+
+
+def save(rank, folder, **options):
+    planner = GlooCoordinatedPlanner()
+    return dcp.save(state_of(rank), checkpoint_id=folder, planner=planner, **options)
+
+
+def written(folder):
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_a_save_completes_on_a_default_group_that_refuses_collectives(world_size, tmp_path):
+    outcomes = run_ranks(save, world_size, str(tmp_path))
+    assert all(outcome.value == written(tmp_path) for outcome in outcomes)
+
+
+def stock_save(rank, folder):
+    return dcp.save(state_of(rank), checkpoint_id=folder)
+
+
+def test_stock_dcp_fails_on_that_group(tmp_path):
+    outcomes = run_ranks(stock_save, 2, str(tmp_path), may_fail=True)
+    assert all(outcome.error is not None for outcome in outcomes)
+
+
+def save_beside_a_wedged_group(rank, folder):
+    from tests.support.recording import CALLS
+
+    groups_before = dist.distributed_c10d._world.group_count
+    first = dcp.save(state_of(rank), checkpoint_id=f"{folder}/collectives", planner=GlooCoordinatedPlanner())
+    dcp.save(
+        state_of(rank),
+        checkpoint_id=f"{folder}/rank_local",
+        planner=GlooCoordinatedPlanner(),
+        use_collectives=False,
+    )
+    assert dist.distributed_c10d._world.group_count == groups_before
+    return list(CALLS), first
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_nothing_is_called_on_a_default_group_that_is_wedged(world_size, tmp_path):
+    outcomes = run_ranks(
+        save_beside_a_wedged_group, world_size, str(tmp_path), backend="tests.support.recording:recording"
+    )
+    assert all(outcome.value == ([], written(tmp_path / "collectives")) for outcome in outcomes)
+    assert len(list((tmp_path / "rank_local").glob("*.metadata"))) == world_size
+
+
+def stock_save_beside_a_wedged_group(rank, folder):
+    from tests.support.recording import CALLS
+
+    ended = threading.Event()
+
+    def run():
+        stock_save(rank, folder)
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    called = threading.Event()
+    while not CALLS and not ended.wait(0.01):
+        pass
+    return list(CALLS), ended.wait(1), called.is_set()
+
+
+def test_stock_dcp_hangs_on_a_wedged_group(tmp_path):
+    outcomes = run_ranks(
+        stock_save_beside_a_wedged_group, 2, str(tmp_path), backend="tests.support.recording:recording"
+    )
+    for outcome in outcomes:
+        calls, has_ended, _ = outcome.value
+        assert calls
+        assert not has_ended
+
+
+class RankLocalNoise(dcp.DefaultSavePlanner):
+    pass
+
+
+def save_with_others(rank, folder):
+    seen = []
+    original = _DistWrapper.__init__
+
+    def spy(self, *args, **kwargs):
+        seen.append(type(self))
+        original(self, *args, **kwargs)
+
+    GlooCoordinatedPlanner()  # installs the seam
+    _DistWrapper.__init__ = spy
+    try:
+        group = dist.new_group(backend="gloo")
+        for planner in (None, RankLocalNoise()):
+            dcp.save(state_of(rank), checkpoint_id=f"{folder}/x", planner=planner, process_group=group)
+        target = state_of(rank)
+        dcp.load(target, checkpoint_id=f"{folder}/x", process_group=group)
+    finally:
+        _DistWrapper.__init__ = original
+    assert seen == [_DistWrapper] * 3
+    assert not _channels
+
+
+def test_a_call_with_any_other_planner_gets_the_stock_class(tmp_path):
+    run_ranks(save_with_others, 2, str(tmp_path))
+
+
+def save_subgroups(rank, folder):
+    first, second = [2, 3], [3, 1]
+    groups = {"first": (dist.new_group(first, backend="gloo"), first)}
+    groups["second"] = (dist.new_group(second, backend="gloo"), second)
+    for name, (group, members) in groups.items():
+        if rank in members:
+            metadata = save(rank, f"{folder}/{name}", process_group=group)
+            assert {f"only{member}" for member in members} <= set(metadata.state_dict_metadata)
+            assert len([key for key in metadata.state_dict_metadata if key.startswith("only")]) == len(
+                members
+            )
+        else:
+            with pytest.raises(ValueError, match=r"Invalid process group|not a member"):
+                save(rank, f"{folder}/{name}", process_group=group)
+    save(rank, f"{folder}/all")
+    return len(_channels)
+
+
+def test_a_subgroup_coordinates_exactly_its_members(tmp_path):
+    outcomes = run_ranks(save_subgroups, 4, str(tmp_path))
+    assert [outcome.value for outcome in outcomes] == [1, 2, 2, 3]
+    for name in ("first", "second", "all"):
+        assert (tmp_path / name / ".metadata").exists()
+
+
+def save_alone(rank, folder):
+    store = dist.distributed_c10d._get_default_store()
+    before = store.num_keys()
+    metadata = save(rank, folder)
+    return metadata, len(_channels), store.num_keys() - before
+
+
+def test_one_rank_makes_no_group_and_no_store_keys(tmp_path):
+    metadata, num_channels, num_keys = run_ranks(save_alone, 1, str(tmp_path))[0].value
+    assert metadata == written(tmp_path)
+    assert num_channels == 0
+    assert num_keys == 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_without_a_process_group_a_save_is_local(tmp_path):
+    planner = GlooCoordinatedPlanner()
+    metadata = dcp.save(state_of(0), checkpoint_id=tmp_path, planner=planner)
+    assert metadata == written(tmp_path)
+    assert planner.report is None or planner.report.world_size == 1
+
+
+def save_many_times(rank, folder):
+    kept = GlooCoordinatedPlanner()
+    sockets = []
+    keys = []
+    for number in range(6):
+        planner = kept if number % 2 else GlooCoordinatedPlanner(copy.copy(dcp.DefaultSavePlanner()))
+        dcp.save(state_of(rank), checkpoint_id=f"{folder}/{number}", planner=planner)
+        sockets.append(len(list(Path("/proc/self/fd").iterdir())))
+        keys.append(dist.distributed_c10d._get_default_store().num_keys())
+    (channel,) = _channels.values()
+    assert sockets[1] == sockets[-1], sockets
+    return channel.epoch, channel.save_number, keys
+
+
+def test_the_group_is_made_once_and_later_saves_leave_nothing_behind(tmp_path):
+    outcomes = run_ranks(save_many_times, 3, str(tmp_path))
+    for outcome in outcomes:
+        epoch, number, keys = outcome.value
+        assert (epoch, number) == (1, 6)
+        assert max(keys) - min(keys) <= 12  # in flight on other ranks
+        assert keys[-1] <= keys[0] + 4
+
+
+def save_eagerly_connected(rank, folder):
+    save(rank, f"{folder}/first")
+    save(rank, f"{folder}/second")
+
+
+def test_torch_gloo_lazy_init_0_is_honoured(tmp_path):
+    run_ranks(save_eagerly_connected, 4, str(tmp_path), env={"TORCH_GLOO_LAZY_INIT": "0"})
+
+
+def save_on_its_interface(rank, folder):
+    if rank == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    with pytest.raises(CheckpointException, match="GLOO_SOCKET_IFNAME=nosuch0") as caught:
+        save(rank, f"{folder}/first")
+    assert list(caught.value.failures) == [1]
+    assert type(caught.value.failures[1][0]) is TransportError
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    save(rank, f"{folder}/second")
+
+
+def test_a_wrong_interface_on_one_rank_is_named_on_all(tmp_path):
+    outcomes = run_ranks(save_on_its_interface, 3, str(tmp_path))
+    assert max(outcome.seconds for outcome in outcomes) < 20
+    assert not (tmp_path / "first" / ".metadata").exists()
+    assert (tmp_path / "second" / ".metadata").exists()
+
+
+class Odd:
+    """Something that neither DCP nor we know."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return type(other) is type(self) and other.value == self.value
+
+    __hash__ = None
+
+
+class Known(Odd):
+    """Something with a registered codec."""
+
+
+class OddPlanner(dcp.DefaultSavePlanner):
+    """Puts objects of its own into plans, and wants them back at the coordinator."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        self.sent = self.make()
+        object.__setattr__(plan, "planner_data", {"map": plan.planner_data, "odd": self.sent})
+        return plan
+
+    def create_global_plan(self, all_plans):
+        assert all(plan.planner_data["odd"] == self.sent for plan in all_plans)
+        for plan in all_plans:
+            object.__setattr__(plan, "planner_data", plan.planner_data["map"])
+        return super().create_global_plan(all_plans)
+
+
+def save_odd(rank, folder):
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("planner").addHandler(handler)
+    for number in range(2):
+        planner = GlooCoordinatedPlanner(OddPlanner(lambda: Odd(5)))
+        dcp.save(state_of(rank), checkpoint_id=f"{folder}/{number}", planner=planner)
+    about = [text for text in warnings if "Odd" in text]
+    assert len(about) == (0 if rank == 0 else 1), warnings
+    if about:
+        assert "planner_data" in about[0]
+    register_codec(Known, name="known", encode=lambda known: known.value, decode=Known)
+    strict = CoordinationConfig(strict=True)
+    dcp.save(
+        state_of(rank),
+        checkpoint_id=f"{folder}/known",
+        planner=GlooCoordinatedPlanner(OddPlanner(lambda: Known(6)), config=strict),
+    )
+    with pytest.raises(CheckpointException, match=r"planner_data\['odd'\].*test_save.Odd") as caught:
+        dcp.save(
+            state_of(rank),
+            checkpoint_id=f"{folder}/strict",
+            planner=GlooCoordinatedPlanner(OddPlanner(lambda: Odd(5)), config=strict),
+        )
+    assert sorted(caught.value.failures) == [1, 2]
+
+
+def test_unknown_objects_go_through_a_codec_or_pickled_alone_or_are_refused_when_strict(tmp_path):
+    run_ranks(save_odd, 3, str(tmp_path))
+    assert not (tmp_path / "strict" / ".metadata").exists()
+
+
+def test_the_planner_pickles_and_wraps_any_planner():
+    planner = GlooCoordinatedPlanner(
+        RankLocalNoise(dedup_save_to_lowest_rank=True),
+        config=CoordinationConfig(plan_timeout=timedelta(seconds=3)),
+    )
+    planner.inner.mappings = {"x": ("x",)}
+    again = pickle.loads(pickle.dumps(planner))
+    assert type(again.inner) is RankLocalNoise
+    assert again.inner.dedup_save_to_lowest_rank
+    assert again.config == planner.config
+    assert again.mappings == {"x": ("x",)}  # attributes of the inner planner are seen through ours
+    assert copy.deepcopy(planner).config == planner.config
+    assert state_dict_saver._DistWrapper is not _DistWrapper
