@@ -48,7 +48,7 @@ _TENSOR_FIELDS = ("properties", "size", "chunks")
 _BYTES, _TENSOR, _ODD = 0, 1, 2
 _COLUMNS, _OBJECT = 0, 1
 # Chunks without dimensions take no bytes; this bounds what a hostile count of them could make us build.
-_MAX_SCALAR_CHUNKS = 1024
+_MAX_SCALAR_CHUNKS = 8
 _STATE_KEYS = frozenset(
     (
         "names",

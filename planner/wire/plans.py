@@ -256,9 +256,12 @@ def _decode_storage_data(tree: Any, shared: list[Any], *, path: str) -> Any:
         return decode_object(own, path=path)
     if type(numbers) is not dict or type(own) is not dict or not numbers.keys() <= own.keys():
         raise PayloadError(path, "a map and the numbers of its shared values", describe(own))
+    # Each once: a message could otherwise have one large value built for every byte of its own.
+    if sorted(expect_int(number, path) for number in numbers.values()) != list(range(len(shared))):
+        raise PayloadError(path, f"each of {len(shared)} shared values once", f"{len(numbers)} numbers")
     return {
         expect_str(key, path): decode_object(
-            shared[expect_int(numbers[key], path, 0, len(shared) - 1)] if key in numbers else value,
+            shared[numbers[key]] if key in numbers else value,
             path=f"{path}[{key!r}]",
         )
         for key, value in own.items()

@@ -20,6 +20,8 @@ __all__ = ["StorageInfoColumns", "decode_storage_infos", "is_regular_storage_inf
 _FIELDS = ("relative_path", "offset", "length", "transform_descriptors")
 _FIELDS_ARE_KNOWN = tuple(field.name for field in dataclasses.fields(_StorageInfo)) == _FIELDS
 _MAX = 2**62
+# Every info has its own copy of its list; this bounds what a hostile table could make us copy.
+_MAX_NUM_DESCRIPTORS = 64
 
 
 def is_regular_storage_info(info: Any) -> bool:
@@ -43,7 +45,9 @@ def is_regular_storage_info(info: Any) -> bool:
 
 def _are_regular_descriptors(descriptors: Any) -> bool:
     return descriptors is None or (
-        type(descriptors) is list and all(type(descriptor) is str for descriptor in descriptors)
+        type(descriptors) is list
+        and len(descriptors) <= _MAX_NUM_DESCRIPTORS
+        and all(type(descriptor) is str for descriptor in descriptors)
     )
 
 
@@ -88,6 +92,13 @@ class StorageInfoColumns:
         }
 
 
+def _expect_descriptors(tree: Any, path: str) -> list[str]:
+    descriptors = expect_str_list(tree, path)
+    if len(descriptors) > _MAX_NUM_DESCRIPTORS:
+        raise PayloadError(path, f"at most {_MAX_NUM_DESCRIPTORS} descriptors", len(descriptors))
+    return descriptors
+
+
 def decode_storage_infos(tree: Any, *, count: int, path: str) -> list[_StorageInfo]:
     """Make ``count`` storage infos again, as they are after unpickling.
 
@@ -102,7 +113,7 @@ def decode_storage_infos(tree: Any, *, count: int, path: str) -> list[_StorageIn
     gaps = unpack_ints(tree["gaps"], count=count, path=f"{path}.gaps")
     lengths = unpack_ints(tree["lengths"], count=count, path=f"{path}.lengths", low=-_MAX, high=_MAX)
     descriptors = [
-        expect_str_list(row, f"{path}.descriptors")
+        _expect_descriptors(row, f"{path}.descriptors")
         for row in expect_list(tree["descriptors"], f"{path}.descriptors")
     ]
     descriptor_numbers = [0] * count

@@ -26,7 +26,7 @@ from planner.wire.frame import Kind, decode_message, encode_message
 from planner.wire.metadata import decode_metadata, encode_metadata
 from tests import strategies
 
-QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 class OwnMetadata(Metadata):

@@ -37,7 +37,7 @@ from planner.wire.plans import (
 )
 from tests import strategies
 
-QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 class OwnItem(WriteItem):

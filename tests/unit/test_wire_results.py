@@ -19,7 +19,7 @@ from planner.wire.frame import Kind, decode_message, encode_message
 from planner.wire.results import decode_results, encode_results
 from tests import strategies
 
-QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 class OwnResult(WriteResult):
