@@ -1,0 +1,172 @@
+"""``python -m planner demo``: the main job of this library on one machine, in under a minute.
+
+Read in this order: ``model.py`` (what is trained), ``save.py`` (how it is saved), ``load.py`` (how the
+result is checked), ``stock.py`` (what it is compared with), ``table.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from planner.demo.load import load_and_compare
+from planner.demo.save import train_and_save
+from planner.demo.table import format_table
+
+__all__ = ["add_arguments", "run"]
+
+DESCRIPTION = """\
+Train a small FSDP2 model with expert parallelism, save model and optimizer with GlooCoordinatedPlanner
+while the default process group refuses every collective, load both with stock DCP on another number of
+processes, compare every value, and show what the coordination cost beside stock DCP's.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the demo's options."""
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        choices=(2, 4, 8, 16),
+        default=4,
+        help="processes that train and save (default: 4)",
+    )
+    parser.add_argument(
+        "--load-ranks",
+        type=int,
+        choices=(1, 2, 4, 8, 16),
+        default=2,
+        help="processes that load and compare (default: 2)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=_positive,
+        default=8,
+        metavar="N",
+        help="blocks of the model, each 7 entries of it and 21 of its optimizer (default: 8)",
+    )
+    parser.add_argument("--steps", type=_positive, default=5, metavar="N", help="training steps (default: 5)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="PATH",
+        help="an empty or new folder for the checkpoints, which stay there (default: a temporary one)",
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the temporary folder and say where it is")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the demo and return the exit code: 0 only if every value came back bit for bit."""
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        if any(options.folder.iterdir()):
+            print(f"demo: {options.folder} is not empty; give an empty or new folder", file=sys.stderr)
+            return 2
+        place: Any = nullcontext(options.folder)
+    elif options.keep:
+        place = nullcontext(tempfile.mkdtemp(prefix="planner-demo-"))
+    else:
+        place = tempfile.TemporaryDirectory(prefix="planner-demo-")
+    with place as folder:
+        try:
+            return _run_in(Path(folder).resolve(), options)
+        except ChildFailedError as error:
+            print(_describe(error), file=sys.stderr)
+            return 1
+
+
+def _run_in(folder: Path, options: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    trained = _launch(options.ranks, train_and_save, folder, options.layers, options.steps)
+    losses = trained[0].losses
+    print(f"trained  on {options.ranks} processes, loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    print(f"refused  stock DCP on the default group: {trained[0].refusal}")
+    print("saved    model and optimizer over that default group with GlooCoordinatedPlanner,")
+    print("         then with stock DCP and process_group=<a gloo group>")
+    compared = _launch(options.load_ranks, load_and_compare, folder, options.layers)
+    differences = sorted({line for result in compared.values() for line in result.differences})
+    print(
+        f"loaded   both with stock DCP on {options.load_ranks} processes, "
+        f"{compared[0].num_values} values each: {len(differences)} differ from the trained ones"
+    )
+    print(format_table(trained))
+    print(f"\n{time.perf_counter() - start:.1f} s in all")
+    if options.folder is not None or options.keep:
+        print(f"checkpoints are in {folder}")
+    for line in differences:
+        print(f"DIFFERENT {line}", file=sys.stderr)
+    return 1 if differences else 0
+
+
+def _launch(ranks: int, worker: Callable[..., Any], *args: object) -> dict[int, Any]:
+    """Run ``worker`` on ``ranks`` processes of this machine and return their results by rank."""
+    _prepare_workers()
+    with tempfile.TemporaryDirectory(prefix="planner-demo-logs-") as log_dir:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id="planner-demo",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+            start_method="forkserver",
+        )
+        results: dict[int, Any] = elastic_launch(config, _work)(worker, *args)
+    return results
+
+
+def _work(worker: Callable[..., Any], *args: object) -> object:
+    try:
+        return worker(*args)
+    except CheckpointException as error:
+        # A BaseException, of which the launcher would not record the traceback.
+        raise RuntimeError("DCP reported a failure") from error
+
+
+def _prepare_workers() -> None:
+    # They are forked from one process that has imported torch, instead of importing it N times.
+    multiprocessing.set_forkserver_preload(["planner.demo", "torch._dynamo"])
+    # They inherit the environment: no accelerator, no network but this machine's own.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    # The traceback of one that failed is printed once, by us.
+    for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _describe(error: ChildFailedError) -> str:
+    """Return what the workers failed with, each traceback once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, failure in sorted(error.failures.items()):
+        recorded = failure.error_file_data["message"]  # a text where the worker could not say more
+        text = recorded["extraInfo"]["py_callstack"] if isinstance(recorded, dict) else failure.message
+        ranks.setdefault(text.rstrip(), []).append(rank)
+    return "\n".join(f"demo: failed on ranks {where}\n{text}" for text, where in ranks.items())
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
