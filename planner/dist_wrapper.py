@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
@@ -253,7 +254,10 @@ class GlooDistWrapper(_DistWrapper):
                 return result[self.rank] if to_each else result
             if reply is None:
                 return None
-            value = decode_value([reply], base=self._local_plan)
+            try:
+                value = decode_value([reply], base=self._local_plan)
+            except WireError as error:
+                raise CheckpointException(step, {self.rank: _wrap_exception(error)}) from error
             if to_each and type(value) is SavePlan:
                 self._final_plan = value
             return value

@@ -172,6 +172,8 @@ class Exchange:
 
     def _leave(self, error: BaseException) -> None:
         """Tell the others that this rank ends with ``error``, at the next point where they look."""
+        if isinstance(error, CheckpointException) and self._channel.group_rank in error.failures:
+            error = error.failures[self._channel.group_rank][0]
         if self._channel.is_coordinator:
             frame = self._encode(error)
             self._end(Abort(step=self._identity.phase, failures=[(frame, [self._channel.group_rank])]), None)
@@ -295,23 +297,24 @@ class Exchange:
         channel, key = self._channel, self._verdict_key(self._num_verdicts)
         deadline = Deadline(self._config.plan_timeout)
         last_life = b""
+        was_here = False
 
         def tick() -> bool:
-            nonlocal last_life
+            nonlocal last_life, was_here
             life = channel.lives([channel.coordinator])[0]
             if life != last_life:
                 # A coordinator that is alive in this very save ends a hopeless wait by itself.
                 last_life = life
                 if channel.is_in_this_save(life):
+                    was_here = True
                     deadline.restart()
             return not deadline.is_over
 
         if not self._control.wait([key], tick=tick):
-            came = self._control.exists([self._up_key(self._num_exchanges - 1, channel.coordinator)])
             self._give_up(
                 self._describe(
                     CoordinationTimeout,
-                    "the coordinator " + ("shows no sign of life" if came or last_life else "never entered"),
+                    "the coordinator " + ("shows no sign of life any more" if was_here else "never entered"),
                     ranks=[channel.coordinator],
                     elapsed=deadline.elapsed,
                     advice="find out whether that rank called the save, and whether it is frozen or gone",
@@ -325,6 +328,7 @@ class Exchange:
             verdict = decode_verdict(self._control.read_many([key])[0])
         except WireError as error:
             self._concluded = True
+            self._put_failed(self._num_exchanges, error)
             self._channel.leave_without_verdict(f"{self._base}quit")
             raise self._describe(
                 CoordinationMismatch,

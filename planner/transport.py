@@ -8,6 +8,7 @@ preceded by a fixed header with its size, because only its receiver needs to kno
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
@@ -20,7 +21,7 @@ from planner.group import GlooGroup
 
 __all__ = ["gather", "receive_reply", "scatter", "send_parts"]
 
-_REPLY_HEADER = struct.Struct("<4sQ")
+_REPLY_HEADER = struct.Struct("<4sQI")  # magic, size in bytes, checksum of the two
 _REPLY_MAGIC = b"GCPR"
 _WINDOW = 64  # ranks received from at a time: bounds the memory that undecoded payloads take
 
@@ -86,7 +87,7 @@ def scatter(group: GlooGroup, replies: Mapping[int, bytes], *, tag: int, deadlin
     posted = []
     for rank, reply in sorted(replies.items()):
         with _closing_on_error(group, f"sending to group rank {rank}", rank):
-            header = _as_tensor(_REPLY_HEADER.pack(_REPLY_MAGIC, len(reply)))
+            header = _as_tensor(_pack_header(len(reply)))
             posted.append((rank, group.post_send(header, rank, tag), header))
             if reply:
                 if id(reply) not in tensors:
@@ -107,17 +108,24 @@ def receive_reply(group: GlooGroup, *, from_rank: int, tag: int, deadline: Deadl
     with _closing_on_error(group, f"receiving from group rank {from_rank}", from_rank):
         header, work = group.post_receive(_REPLY_HEADER.size, from_rank, tag)
         _wait(work, deadline)
-        magic, nbytes = _REPLY_HEADER.unpack(header.numpy().tobytes())
-        if magic != _REPLY_MAGIC:
+        found = header.numpy().tobytes()
+        _, nbytes, _ = _REPLY_HEADER.unpack(found)
+        if found != _pack_header(nbytes):  # a wrong size would let gloo abort this process
             raise TransportError(
-                f"a reply begins with {_REPLY_MAGIC!r}, but group rank {from_rank} sent {magic!r}",
+                f"group rank {from_rank} sent a damaged reply header, {found.hex()}; it was not used",
                 ranks=[from_rank],
+                advice="look for damaged memory or network hardware on the path to that rank",
             )
         if not nbytes:
             return b""
         data, work = group.post_receive(nbytes, from_rank, tag)
         _wait(work, deadline)
         return data.numpy().tobytes()
+
+
+def _pack_header(nbytes: int) -> bytes:
+    checksum = zlib.crc32(_REPLY_HEADER.pack(_REPLY_MAGIC, nbytes, 0))
+    return _REPLY_HEADER.pack(_REPLY_MAGIC, nbytes, checksum)
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
