@@ -5,7 +5,9 @@
 
 from planner import seam as _seam
 
-_seam.check()  # refuse a torch we cannot work with when we are imported, not in the middle of a save
+# Now, so that a torch we cannot work with is refused here and not in the middle of a save, and so that
+# in the process of an asynchronous save the arrival of a planner is enough.
+_seam.install()
 
 from planner.config import CoordinationConfig  # noqa: E402
 from planner.dist_wrapper import GlooDistWrapper  # noqa: E402
@@ -23,6 +25,7 @@ from planner.errors import (  # noqa: E402
     UnsupportedTorchError,
     WireError,
 )
+from planner.load_planner import GlooCoordinatedLoadPlanner  # noqa: E402
 from planner.report import PhaseReport, SaveReport  # noqa: E402
 from planner.save_planner import GlooCoordinatedPlanner  # noqa: E402
 from planner.wire.objects import register_codec  # noqa: E402
@@ -36,6 +39,7 @@ __all__ = [
     "CoordinationMismatch",
     "CoordinationTimeout",
     "FrameError",
+    "GlooCoordinatedLoadPlanner",
     "GlooCoordinatedPlanner",
     "GlooDistWrapper",
     "PayloadError",

@@ -54,10 +54,50 @@ class _Current:
     error: CoordinationError | None
 
 
+class Turns:
+    """Lets saves and loads of one set of ranks pass one at a time, in the order they were asked for.
+
+    The order must be the same on all ranks, so an asynchronous save takes its turn on the caller's
+    thread, and waits for it in the background.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[object] = []
+        self._thread: int | None = None
+        self._changed = threading.Condition()
+
+    def take(self) -> object:
+        """Return a turn behind all those taken before."""
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+        return turn
+
+    def wait(self, turn: object, timeout: timedelta) -> bool:
+        """Block until it is ``turn``'s turn, at most ``timeout``; return whether it is."""
+        with self._changed:
+            is_next = self._changed.wait_for(lambda: self._waiting[0] is turn, timeout.total_seconds())
+            if is_next:
+                self._thread = threading.get_ident()
+            return is_next
+
+    def is_this_threads(self) -> bool:
+        """Whether the turn that is on was waited for by this thread."""
+        return self._thread == threading.get_ident()
+
+    def end(self, turn: object) -> None:
+        """Give ``turn`` back, used or not; one that was given back already is no error."""
+        with self._changed, suppress(ValueError):
+            if self._waiting[:1] and self._waiting[0] is turn:
+                self._thread = None
+            self._waiting.remove(turn)
+            self._changed.notify_all()
+
+
 class Channel:
     """The meeting place of one set of member ranks, made at their first save and kept.
 
-    One save or load uses it at a time: take ``lock`` first.
+    One save or load uses it at a time, in the order in which they took their ``turns``.
     """
 
     def __init__(self, store: Store, members: Sequence[int], group_rank: int, coordinator: int) -> None:
@@ -66,7 +106,7 @@ class Channel:
         self.coordinator = coordinator
         self.world_size = len(self.members)
         self.is_coordinator = group_rank == coordinator
-        self.lock = threading.Lock()
+        self.turns = Turns()
         self.epoch = 0  # 0: not joined yet
         self.save_number = 0
         identity = digest(pack([list(self.members), coordinator])).hex()
@@ -95,7 +135,7 @@ class Channel:
     # -- entering a save ---------------------------------------------------------------------------
 
     def enter(self, checkpoint: str, deadline: Deadline) -> None:
-        """Number this save as all members number it; called on all ranks, holding ``lock``.
+        """Number this save as all members number it; called on all ranks, when it is this save's turn.
 
         Blocks on a rank other than the coordinator until the coordinator is in its first save too,
         at most until the deadline.
@@ -325,16 +365,23 @@ _channels: dict[tuple[tuple[int, ...], int], Channel] = {}
 _channels_lock = threading.Lock()
 
 
-def open_channel(members: Sequence[int], group_rank: int, coordinator: int) -> Channel:
-    """Return this process's channel for ``members`` (global ranks in group order), making it at first use.
+def open_channel(group: dist.ProcessGroup | None, coordinator: int) -> Channel:
+    """Return this process's channel for the members of ``group``, making it at first use; not collective.
 
     A channel of process groups that were destroyed since is replaced.
+
+    Args:
+        group: whose members; None for the default group's. This process must be one of them.
+        coordinator: the coordinator's rank in ``group``.
     """
-    key = (tuple(members), coordinator)
+    members = tuple(dist.get_process_group_ranks(group))
+    key = (members, coordinator)
     with _channels_lock:
         for stale in [key for key, channel in _channels.items() if not channel.is_current]:
             _channels.pop(stale).close_group()
         channel = _channels.get(key)
         if channel is None:
-            channel = _channels[key] = Channel(_get_default_store(), members, group_rank, coordinator)
+            channel = _channels[key] = Channel(
+                _get_default_store(), members, dist.get_rank(group), coordinator
+            )
         return channel

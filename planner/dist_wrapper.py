@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from planner.channel import open_channel
 from planner.config import CoordinationConfig
 from planner.errors import WireError
-from planner.exchange import Exchange, PeerFailures, Reply
+from planner.exchange import Exchange, Local, PeerFailures, Reply
 from planner.report import SaveReport
 from planner.wire.messages import decode_value, encode_reply, encode_value
 from planner.wire.plans import PlanSchema
@@ -46,6 +46,19 @@ class GlooDistWrapper(_DistWrapper):
     collective over the members, and raise ``CoordinationError`` when the ranks do not come to an
     agreement within the configured times; the next call works again.
 
+    Args:
+        group: who takes part; None for all.
+        use_dist: False for a save or load by this process alone.
+        coordinator_rank: the coordinator's rank in ``group``.
+        operation: ``save`` or ``load``, for identity, errors and the report.
+        checkpoint: the checkpoint's id as text, the same.
+        config: how to coordinate; None for the defaults.
+        leaves_plans: whether the global step returns every plan as it was, so that none need travel;
+            the coordinator's word counts.
+        is_pure: whether the global step is known not to change plans in place; the coordinator's word
+            counts.
+        mode_of: given a step's local function after it has run, what must be the same on all ranks.
+
     Raises:
         ValueError: this rank is not a member of ``group``.
     """
@@ -59,6 +72,9 @@ class GlooDistWrapper(_DistWrapper):
         operation: str = "collective",
         checkpoint: str = "",
         config: CoordinationConfig | None = None,
+        leaves_plans: Callable[[], bool] = lambda: False,
+        is_pure: Callable[[], bool] = lambda: False,
+        mode_of: Callable[[Callable[[], Any]], str] = lambda _: "",
     ) -> None:
         if use_dist and dist.get_rank(group) < 0:
             raise ValueError(
@@ -69,47 +85,52 @@ class GlooDistWrapper(_DistWrapper):
         self._operation = operation
         self._checkpoint = checkpoint
         self._config = config or CoordinationConfig()
+        self._leaves_plans = leaves_plans
+        self._is_pure = is_pure
+        self._mode_of = mode_of
         self._world_size = dist.get_world_size(group) if use_dist else 1
         # With one member the stock class's local branches are all there is to do.
         self.use_dist = use_dist and self._world_size > 1
-        self._members = tuple(dist.get_process_group_ranks(group)) if self.use_dist else (0,)
         self._session: Exchange | None = None
-        self._holds_session = False
         self._local_plan: SavePlan | None = None
         self._final_plan: SavePlan | None = None
         self._final_plans: dict[int, SavePlan] = {}  # coordinator: what each rank was sent
 
     # -- the whole of one save or load -------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Let all calls up to ``end`` be parts of one save or load."""
-        self._holds_session = True
+    def begin(self, turn: object | None = None) -> None:
+        """Enter one save or load, of which all calls up to ``end`` are parts; see ``Exchange``.
+
+        Args:
+            turn: taken from the channel's ``turns`` before; None to take one now.
+        """
+        if self.use_dist:
+            self._session = self._new_exchange(turn).__enter__()
 
     def end(self, error: BaseException | None) -> SaveReport:
-        """End the save or load begun with ``begin``; an ``error`` the others do not know of reaches them."""
-        self._holds_session = False
+        """End what ``begin`` began; an ``error`` that the other ranks do not know of reaches them."""
         session, self._session = self._session, None
         if session is None:
-            if error is None or not self.use_dist:
-                return SaveReport(self._operation, self._checkpoint, self._world_size)
-            # This rank failed before its first exchange: the others are waiting in it.
-            session = self._new_exchange().__enter__()
+            return SaveReport(self._operation, self._checkpoint, self._world_size)
         session.__exit__(type(error) if error else None, error, None)
         return session.report
 
     @contextmanager
     def _exchange(self) -> Iterator[Exchange]:
-        if self._holds_session:
-            if self._session is None:
-                self._session = self._new_exchange().__enter__()
+        if self._session is not None:
             yield self._session
         else:
             with self._new_exchange() as exchange:
                 yield exchange
 
-    def _new_exchange(self) -> Exchange:
-        channel = open_channel(self._members, self.rank, self.coordinator_rank)
-        return Exchange(channel, operation=self._operation, checkpoint=self._checkpoint, config=self._config)
+    def _new_exchange(self, turn: object | None = None) -> Exchange:
+        return Exchange(
+            open_channel(self.group, self.coordinator_rank),
+            operation=self._operation,
+            checkpoint=self._checkpoint,
+            config=self._config,
+            turn=turn,
+        )
 
     # -- DCP's steps ---------------------------------------------------------------------------------
 
@@ -129,14 +150,7 @@ class GlooDistWrapper(_DistWrapper):
         """
         if not self.use_dist:
             return super().reduce_scatter(step, map_fun, reduce_fun)
-
-        def reduce(values: list[Any]) -> Sequence[Any]:
-            results = reduce_fun(values)
-            if len(results) != self._world_size:
-                raise ValueError(f"step {step!r} made {len(results)} results for {self._world_size} ranks")
-            return results
-
-        return self._run(step, map_fun, reduce, to_each=True)  # type: ignore[no-any-return]  # what came over the wire
+        return self._run(step, map_fun, reduce_fun, to_each=True)  # type: ignore[no-any-return]  # what came over the wire
 
     def all_reduce(self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], R]) -> R:
         """Compute a value on each rank, reduce all on the coordinator, give the result to every rank.
@@ -221,39 +235,52 @@ class GlooDistWrapper(_DistWrapper):
         """Run one exchange; ``reduce_fun`` None: nothing travels at all."""
         mine: Any = None
         result: Any = None
+        strict = self._config.strict
 
-        def produce() -> Sequence[bytes]:
+        def produce() -> Local:
             nonlocal mine
-            mine = map_fun()
+            with exchange.working():
+                mine = map_fun()
             if type(mine) is SavePlan:
                 self._local_plan = mine
-            if reduce_fun is None or self.is_coordinator:
-                return ()
-            return encode_value(
-                mine,
-                base=self._final_plan,
-                path=f"{step} of group rank {self.rank}",
-                strict=self._config.strict,
-            )
+            mode = self._mode_of(map_fun)
+            if reduce_fun is None or self.is_coordinator or mine is None:
+                return Local(mode=mode)
+            path = f"{step} of group rank {self.rank}"
+            if type(mine) is LoadPlan:  # the global step of most loads leaves plans as they are
+                return Local(later=lambda: encode_reply(mine, path=path, strict=strict), mode=mode)
+            return Local(encode_value(mine, base=self._final_plan, path=path, strict=strict), mode=mode)
 
         def reduce(received: list[list[bytes] | None]) -> Reply | None:
             nonlocal result
             if reduce_fun is None:
                 return None
+            if leaves_plans:
+                with exchange.working():
+                    result = {self.rank: reduce_fun([mine])[0]}
+                return None
             values = self._decode(received, mine)
-            result = reduce_fun(values)
-            if not replies:
+            with exchange.working():
+                result = reduce_fun(values)
+            if not replies or _is_nothing(result):
                 return None
             if not to_each:
-                return Reply(to_all=encode_reply(result, path=step, strict=self._config.strict))
-            return Reply(to_each=self._encode_each(step, values, result))
+                return Reply(to_all=encode_reply(result, path=step, strict=strict))
+            if len(result) != self._world_size:
+                raise ValueError(f"step {step!r} made {len(result)} results for {self._world_size} ranks")
+            if not self._is_pure():  # differences are to what the ranks have, not to what became of it here
+                values = self._decode(received, mine)
+            return Reply(to_each=self._encode_each(step, received, values, result))
 
         with self._exchange() as exchange:
-            reply = exchange.run(step, produce, reduce, is_io=step in _IO_STEPS)
+            leaves_plans = to_each and step == "plan" and self._leaves_plans()
+            reply = exchange.run(
+                step, produce, reduce, is_io=step in _IO_STEPS, asks_for_later=not leaves_plans
+            )
             if self.is_coordinator:
                 return result[self.rank] if to_each else result
-            if reply is None:
-                return None
+            if not reply:  # nothing but None came out, or this rank's own plan as it was
+                return mine if to_each else [None] * self._world_size if reduce_fun is list else None
             try:
                 value = decode_value([reply], base=self._local_plan)
             except WireError as error:
@@ -268,18 +295,25 @@ class GlooDistWrapper(_DistWrapper):
         schemas: dict[bytes, PlanSchema] = {}
         for rank, parts in enumerate(received):
             try:
-                values.append(
-                    mine
-                    if parts is None
-                    else decode_value(parts, base=self._final_plans.get(rank), schemas=schemas)
-                )
+                if parts is None:
+                    values.append(mine)
+                elif not parts:
+                    values.append(None)
+                else:
+                    values.append(decode_value(parts, base=self._final_plans.get(rank), schemas=schemas))
             except WireError as error:
                 damaged[rank] = error
         if damaged:
             raise PeerFailures(damaged)
         return values
 
-    def _encode_each(self, step: str, values: Sequence[Any], results: Sequence[Any]) -> dict[int, bytes]:
+    def _encode_each(
+        self,
+        step: str,
+        received: Sequence[Sequence[bytes] | None],
+        values: Sequence[Any],
+        results: Sequence[Any],
+    ) -> dict[int, bytes]:
         replies = {}
         for rank, (value, result) in enumerate(zip(values, results, strict=True)):
             if rank == self.rank:
@@ -293,4 +327,10 @@ class GlooDistWrapper(_DistWrapper):
             )
             if is_plan:
                 self._final_plans[rank] = result
+            elif type(result) is LoadPlan and [replies[rank]] == received[rank]:
+                replies[rank] = b""  # as it was
         return replies
+
+
+def _is_nothing(result: Any) -> bool:
+    return result is None or (isinstance(result, list) and all(item is None for item in result))

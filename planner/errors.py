@@ -76,7 +76,8 @@ class FrameError(WireError):
     """Bytes that are no frame of this library and wire version.
 
     Attributes:
-        reason: what is wrong: ``magic``, ``version``, ``kind``, ``length`` or ``checksum``.
+        reason: what is wrong: ``magic``, ``version``, ``kind``, ``flags``, ``length``, ``checksum`` or
+            ``deflated body``.
         expected: what a good frame has there.
         found: what these bytes have there.
     """

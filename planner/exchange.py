@@ -21,9 +21,9 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -41,8 +41,9 @@ from planner.errors import (
     WireError,
     format_ranks,
 )
+from planner.group import GlooGroup
 from planner.report import PhaseReport, SaveReport
-from planner.transport import gather, receive_reply, scatter, send_parts
+from planner.transport import gather, receive_headed, scatter, send_headed, send_parts
 from planner.wire.envelope import (
     Abort,
     Done,
@@ -57,7 +58,7 @@ from planner.wire.envelope import (
 from planner.wire.failures import decode_failure, encode_failure
 from planner.wire.frame import digest
 
-__all__ = ["Exchange", "PeerFailures", "Reply"]
+__all__ = ["Exchange", "Local", "PeerFailures", "Reply"]
 
 _logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ _BEAT = timedelta(seconds=5)
 _LOOK = timedelta(seconds=5)  # between looks at the signs of life of absent ranks
 _MAX_FAILURE_FRAMES = 64  # different ones in one verdict, which every rank reads from the store
 _NUM_LAST_RANKS = 4
+_MAX_EXCHANGES = 64  # in one save, so that no two have the same tag; DCP has two
 
 
 class PeerFailures(Exception):  # noqa: N818 - carries the failures of others, is none of its own
@@ -75,6 +77,20 @@ class PeerFailures(Exception):  # noqa: N818 - carries the failures of others, i
     def __init__(self, failures: Mapping[int, BaseException]) -> None:
         super().__init__(failures)
         self.failures = dict(failures)
+
+
+@dataclass(frozen=True)
+class Local:
+    """One rank's part in one exchange."""
+
+    parts: Sequence[bytes] = ()
+    """What it can send; equal parts of several ranks are sent by one of them."""
+
+    later: Callable[[], bytes] | None = None
+    """Makes one more part, for which the coordinator seldom asks."""
+
+    mode: str = ""
+    """What must be the same on all ranks, in words."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +109,16 @@ class Exchange:
     """
 
     def __init__(
-        self, channel: Channel, *, operation: str, checkpoint: str, config: CoordinationConfig
+        self,
+        channel: Channel,
+        *,
+        operation: str,
+        checkpoint: str,
+        config: CoordinationConfig,
+        turn: object | None = None,
     ) -> None:
         self._channel = channel
+        self._turn = channel.turns.take() if turn is None else turn
         self._control = channel.control
         self._config = config
         self._operation = operation
@@ -119,22 +142,33 @@ class Exchange:
         """Number this save; see the class."""
         deadline = Deadline(self._config.plan_timeout)
         self._start = time.monotonic()
-        if not self._channel.lock.acquire(timeout=self._config.plan_timeout.total_seconds()):
-            raise self._describe(
-                CoordinationTimeout,
-                "another save or load of the same ranks is still running in this process",
-                ranks=[self._channel.group_rank],
-                elapsed=deadline.elapsed,
-                advice="let one end before the next begins, or give them different process groups",
-            )
         try:
+            self._await_turn(deadline)
+            deadline.restart()
             self._enter_epoch(deadline)
         except BaseException as error:
-            self._channel.lock.release()
+            self._channel.turns.end(self._turn)
             self._name(error)
             raise
         self._pulse = _Pulse(self._channel, self._config.plan_timeout)
         return self
+
+    def _await_turn(self, waited: Deadline) -> None:
+        turns = self._channel.turns
+        if turns.is_this_threads():
+            raise CoordinationError(
+                "a save or load of the same ranks is running in this very thread",
+                ranks=[self._channel.group_rank],
+                advice="let a storage or planner that saves on its own pass another planner, or no_dist=True",
+            )
+        # The save before has deadlines of its own, so this wait ends.
+        while not turns.wait(self._turn, self._config.progress_interval):
+            _logger.warning(
+                "%s of %r: waiting for %.0f s for an earlier save or load of the same ranks to end",
+                self._operation,
+                self._checkpoint,
+                waited.elapsed.total_seconds(),
+            )
 
     def _enter_epoch(self, deadline: Deadline) -> None:
         self._channel.enter(self._checkpoint, deadline)
@@ -165,7 +199,7 @@ class Exchange:
                         self._leave(error)
         finally:
             self.report.total_seconds = time.monotonic() - self._start
-            self._channel.lock.release()
+            self._channel.turns.end(self._turn)
         if error is None:
             level = logging.INFO if self._channel.is_coordinator else logging.DEBUG
             _logger.log(level, "%s", self.report)
@@ -187,10 +221,11 @@ class Exchange:
     def run(
         self,
         step: str,
-        produce: Callable[[], Sequence[bytes]],
+        produce: Callable[[], Local],
         reduce: Callable[[list[list[bytes] | None]], Reply | None],
         *,
         is_io: bool = False,
+        asks_for_later: bool = False,
     ) -> bytes | None:
         """Run one exchange; collective over the members, each calls it in the same order.
 
@@ -204,6 +239,7 @@ class Exchange:
                 the list, indexed by group rank, is None. May raise anything, ``PeerFailures`` for
                 parts that are at fault.
             is_io: whether ``produce`` writes or reads data.
+            asks_for_later: whether the parts left for later are wanted; the coordinator's word counts.
 
         Returns:
             The reply's bytes; None on the coordinator, and where there is no reply.
@@ -217,77 +253,87 @@ class Exchange:
         self.report.phases.append(self._phase)
         self._local_failure = None
         number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
+        if number >= _MAX_EXCHANGES:
+            raise ValueError(f"one save or load has at most {_MAX_EXCHANGES} exchanges")
         start = time.monotonic()
         try:
             deadline = Deadline(self._config.io_timeout if is_io else self._config.plan_timeout)
-            parts = self._produce(produce, is_first=number == 0)
+            local = self._produce(produce, is_first=number == 0)
+            self._identity = Identity(self._operation, self._checkpoint, step, local.mode)
             if self._channel.is_coordinator:
-                self._coordinate(number, reduce, deadline)
+                self._coordinate(number, reduce, deadline, asks_for_later=asks_for_later)
                 return None
-            return self._take_part(number, parts)
+            return self._take_part(number, local)
         finally:
             self._phase.seconds = time.monotonic() - start
 
-    def _produce(self, produce: Callable[[], Sequence[bytes]], *, is_first: bool) -> Sequence[bytes]:
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count the time of the block as the planner's and the storage's own, in the report."""
         start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._phase.work_seconds += time.monotonic() - start
+
+    def _produce(self, produce: Callable[[], Local], *, is_first: bool) -> Local:
         try:
             if is_first:
                 self._channel.prepare_devices()
             return produce()
         except BaseException as error:  # noqa: BLE001 - whatever it is, all ranks must hear of it, as in stock DCP
             self._local_failure = error
-            return ()
-        finally:
-            self._phase.work_seconds += time.monotonic() - start
+            return Local()
 
     # -- on the other ranks --------------------------------------------------------------------------
 
-    def _take_part(self, number: int, parts: Sequence[bytes]) -> bytes | None:
+    def _take_part(self, number: int, local: Local) -> bytes | None:
         verdict: Verdict = Moved()
         while isinstance(verdict, Moved):
             if self._local_failure is not None:
                 self._put_failed(number, self._local_failure)
             else:
-                envelope = Envelope(self._identity, tuple((digest(part), len(part)) for part in parts))
+                parts = tuple((digest(part), len(part)) for part in local.parts)
+                envelope = Envelope(self._identity, parts, has_later=local.later is not None)
                 self._control.put(self._up_key(number, self._channel.group_rank), envelope.encode())
             verdict = self._await_verdict()
             if isinstance(verdict, Moved):
                 self._control.delete([self._up_key(number, self._channel.group_rank)])
                 self._enter_epoch(Deadline(self._config.plan_timeout))
         if isinstance(verdict, Send) and self._local_failure is None:
-            mask = verdict.mask_of(self._channel.group_rank)
-            chosen = [part for bit, part in enumerate(parts) if mask >> bit & 1]
-            if chosen:
-                self._over_gloo(
-                    lambda deadline: send_parts(
-                        self._channel.open_group(self._config.plan_timeout),
-                        chosen,
-                        to_rank=self._channel.coordinator,
-                        tag=self._tag(number),
-                        deadline=deadline,
-                    )
-                )
-                self._phase.sent_nbytes += sum(map(len, chosen))
+            self._send(number, local, verdict)
             verdict = self._await_verdict()
         if not isinstance(verdict, Done) or self._local_failure is not None:
             raise self._unexpected(verdict)
         self._control.delete([self._up_key(number, self._channel.group_rank)])
         if not verdict.has_reply:
             return None
-        reply = self._over_gloo(
-            lambda deadline: receive_reply(
-                self._channel.open_group(self._config.plan_timeout),
-                from_rank=self._channel.coordinator,
-                tag=self._tag(number),
-                deadline=deadline,
-            )
-        )
+        where = {"from_rank": self._channel.coordinator, "tag": self._tag(number)}
+        reply = self._over_gloo(lambda group, deadline: receive_headed(group, deadline=deadline, **where))
         self._phase.received_nbytes += len(reply)
         return reply
 
-    def _over_gloo(self, move: Callable[[Deadline], bytes | None]) -> bytes:
+    def _send(self, number: int, local: Local, verdict: Send) -> None:
+        mask = verdict.mask_of(self._channel.group_rank)
+        parts = [part for bit, part in enumerate(local.parts) if mask >> bit & 1]
+        where = {"to_rank": self._channel.coordinator, "tag": self._tag(number)}
+        if parts:
+            self._over_gloo(lambda group, deadline: send_parts(group, parts, deadline=deadline, **where))
+        if verdict.later and local.later is not None:
+            try:
+                part = local.later()
+            except BaseException as error:  # noqa: BLE001 - it goes to all ranks, like any failure to make a part
+                self._local_failure = error
+                self._put_failed(number + 1, error)
+                part = b""  # says: see the envelope
+            self._over_gloo(lambda group, deadline: send_headed(group, part, deadline=deadline, **where))
+            parts.append(part)
+        self._phase.sent_nbytes += sum(map(len, parts))
+
+    def _over_gloo(self, move: Callable[[GlooGroup, Deadline], bytes | None]) -> bytes:
         try:
-            return move(Deadline(self._config.plan_timeout)) or b""
+            group = self._channel.open_group(self._config.plan_timeout)
+            return move(group, Deadline(self._config.plan_timeout)) or b""
         except TransportError as error:
             # The coordinator usually knows better what happened, such as which rank died.
             self._give_up(self._describe_like(error))
@@ -311,6 +357,7 @@ class Exchange:
             return not deadline.is_over
 
         if not self._control.wait([key], tick=tick):
+            grace = _VERDICT_GRACE if was_here else timedelta(0)
             self._give_up(
                 self._describe(
                     CoordinationTimeout,
@@ -318,7 +365,8 @@ class Exchange:
                     ranks=[channel.coordinator],
                     elapsed=deadline.elapsed,
                     advice="find out whether that rank called the save, and whether it is frozen or gone",
-                )
+                ),
+                grace,
             )
         return self._read_verdict(key)
 
@@ -343,11 +391,11 @@ class Exchange:
             self._raise_abort(verdict)
         return verdict
 
-    def _give_up(self, error: CoordinationError) -> NoReturn:
+    def _give_up(self, error: CoordinationError, verdict_grace: timedelta = _VERDICT_GRACE) -> NoReturn:
         """Leave this save; raise the coordinator's reason if it gives one soon, else ``error``."""
         with suppress(TransportError):
             self._channel.leave_without_verdict(f"{self._base}quit")
-            grace = Deadline(_VERDICT_GRACE)
+            grace = Deadline(verdict_grace)
             key = self._verdict_key(self._num_verdicts)
             while self._control.wait([key], tick=lambda: not grace.is_over):
                 self._read_verdict(key)  # raises at an abort; another verdict came too late to follow
@@ -378,21 +426,15 @@ class Exchange:
         number: int,
         reduce: Callable[[list[list[bytes] | None]], Reply | None],
         deadline: Deadline,
+        *,
+        asks_for_later: bool,
     ) -> None:
         channel = self._channel
         self._control.put(self._up_key(number, channel.group_rank), b"")
         envelopes = self._collect(number, deadline)
         if number == 0:
             self._control.delete(channel.take_litter())  # all are past the save before
-        wanted, verdict = _choose_parts(envelopes)
-        parts: dict[bytes, bytes] = {}
-        if wanted:
-            self._publish(verdict)
-            parts = self._gather(number, envelopes, wanted)
-        received: list[list[bytes] | None] = [None] * channel.world_size
-        for rank, envelope in envelopes.items():
-            received[rank] = [parts[part_digest] for part_digest, _ in envelope.parts]
-        start = time.monotonic()
+        received = self._receive(number, envelopes, asks_for_later=asks_for_later)
         try:
             reply = reduce(received)
         except PeerFailures as peers:
@@ -400,8 +442,6 @@ class Exchange:
         except BaseException as error:  # noqa: BLE001 - whatever it is, all ranks must hear of it
             self._local_failure = error
             self._abort_failures(self._identity.phase, {channel.group_rank: error})
-        finally:
-            self._phase.work_seconds += time.monotonic() - start
         replies: dict[int, bytes] = {}
         if reply is not None:
             replies = {
@@ -452,7 +492,10 @@ class Exchange:
         complete = control.wait(list(keys.values()), tick=tick)
         absent = [] if complete else note_arrivals()
         self._absent = tuple(absent)
-        self._phase.last_ranks = tuple(sorted(arrived, key=lambda rank: arrived[rank])[-_NUM_LAST_RANKS:])
+        if arrived or absent:  # else nobody had to be waited for
+            latest = [rank for rank in keys if rank not in arrived]
+            order = [*sorted(arrived, key=lambda rank: arrived[rank]), *latest]
+            self._phase.last_ranks = tuple(order[-_NUM_LAST_RANKS:])
         envelopes, failures = self._open(keys, absent)
         if self._local_failure is not None:
             failures[channel.group_rank] = self._encode(self._local_failure)
@@ -483,8 +526,13 @@ class Exchange:
             else:
                 envelope = envelopes[rank]
                 # A storage whose checkpoint_id raised cannot name its checkpoint, only fail.
-                is_nameless = envelope.failure is not None and not envelope.identity.checkpoint
-                identities[mine if is_nameless else str(envelope.identity)].append(rank)
+                theirs = envelope.identity
+                if envelope.failure is not None:  # it may have failed before it knew more than that
+                    named = theirs.checkpoint or self._checkpoint
+                    theirs = replace(self._identity, operation=theirs.operation, checkpoint=named)
+                elif self._local_failure is not None:  # so may this rank
+                    theirs = replace(theirs, mode="")
+                identities[str(theirs)].append(rank)
         if len(identities) > 1:
             self._abort(
                 self._describe(
@@ -504,6 +552,39 @@ class Exchange:
             rank: envelope.failure for rank, envelope in envelopes.items() if envelope.failure is not None
         }
         return envelopes, failures
+
+    def _receive(
+        self, number: int, envelopes: Mapping[int, Envelope], *, asks_for_later: bool
+    ) -> list[list[bytes] | None]:
+        """Return each other rank's parts, having asked for them."""
+        wanted, verdict = _choose_parts(envelopes)
+        later = [rank for rank, envelope in envelopes.items() if asks_for_later and envelope.has_later]
+        parts: dict[bytes, bytes] = {digest(b""): b""}
+        if wanted or later:
+            self._publish(replace(verdict, later=bool(later)))
+            parts |= self._gather(number, envelopes, wanted)
+        received: list[list[bytes] | None] = [None] * self._channel.world_size
+        for rank, envelope in envelopes.items():
+            received[rank] = [parts[part_digest] for part_digest, _ in envelope.parts]
+        for rank, part in self._gather_later(number, later).items():
+            received[rank] = [*(received[rank] or []), part]
+        return received
+
+    def _gather_later(self, number: int, ranks: Sequence[int]) -> dict[int, bytes]:
+        parts = {}
+        try:
+            group = self._channel.open_group(self._config.plan_timeout)
+            deadline = Deadline(self._config.plan_timeout)
+            for rank in ranks:
+                parts[rank] = receive_headed(group, from_rank=rank, tag=self._tag(number), deadline=deadline)
+                self._phase.received_nbytes += len(parts[rank])
+        except TransportError as error:
+            self._abort_transport(number, error)
+        if failed := [rank for rank, part in parts.items() if not part]:
+            self._abort_transport(
+                number, TransportError("ranks could not make the part they were asked for", ranks=failed)
+            )
+        return parts
 
     def _gather(
         self, number: int, envelopes: Mapping[int, Envelope], wanted: Mapping[int, Sequence[int]]
@@ -633,10 +714,8 @@ class Exchange:
         for frame, ranks in abort.failures:
             for rank in ranks:
                 failures[rank] = decode_failure(frame)
-        mine = self._local_failure
-        if mine is not None and self._channel.group_rank in failures:
-            failures[self._channel.group_rank] = (mine, failures[self._channel.group_rank][1])
-        raise CheckpointException(abort.step, failures) from mine
+        # The same on all ranks, and able to travel on; this rank's own exception is its cause.
+        raise CheckpointException(abort.step, failures) from self._local_failure
 
     # -- small things --------------------------------------------------------------------------------
 
@@ -647,7 +726,7 @@ class Exchange:
         return f"{self._base}v/{number}"
 
     def _tag(self, number: int) -> int:
-        return (self._save_number * 16 + number) % 2**30
+        return (self._save_number * _MAX_EXCHANGES + number) % 2**30
 
     def _encode(self, error: BaseException) -> bytes:
         return encode_failure(error, strict=self._config.strict)

@@ -27,7 +27,7 @@ class PhaseReport:
     """Bytes this rank received over the gloo group."""
 
     last_ranks: tuple[int, ...] = ()
-    """Coordinator only: the group ranks that arrived last, the last one last."""
+    """Coordinator only: the ranks it had to wait for longest, the last to arrive last; a few at most."""
 
 
 @dataclass

@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from planner import seam
 from planner.config import CoordinationConfig
-from planner.errors import ConfigError
+from planner.coordinated import Coordinated
+from planner.wrapping import check_arguments, is_inherited, require
 
 __all__ = ["GlooCoordinatedPlanner"]
 
 _HOOKS = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
 
 
-class GlooCoordinatedPlanner(SavePlanner, seam.Coordinated):
+class GlooCoordinatedPlanner(SavePlanner, Coordinated):
     """Save with all coordination over the store and a dedicated CPU gloo group.
 
     Pass it to ``dcp.save`` on every rank of the save. Plans, write results and metadata then touch
@@ -34,32 +36,29 @@ class GlooCoordinatedPlanner(SavePlanner, seam.Coordinated):
 
     Raises:
         ConfigError: ``inner`` is no save planner, or options came along with it.
-        UnsupportedTorchError: this torch lacks a private name the seam relies on.
     """
 
     def __init__(
         self, inner: SavePlanner | None = None, *, config: CoordinationConfig | None = None, **options: Any
     ) -> None:
-        problems = []
-        if inner is not None and options:
-            problems.append(
-                f"options {sorted(options)} are for DefaultSavePlanner; give them to inner itself"
-            )
-        if isinstance(inner, seam.Coordinated):
-            problems.append("inner is coordinated already; pass the planner that it wraps")
-        missing = (
-            [] if inner is None else [name for name in _HOOKS if not callable(getattr(inner, name, None))]
+        check_arguments(
+            inner, config, options, hooks=_HOOKS, kind="SavePlanner", default="DefaultSavePlanner"
         )
-        if missing:
-            problems.append(f"inner of type {type(inner).__name__} is no SavePlanner: it lacks {missing}")
-        if config is not None and not isinstance(config, CoordinationConfig):
-            problems.append(f"config must be a CoordinationConfig, not {type(config).__name__}")
-        if problems:
-            raise ConfigError(problems)
-        self.inner: SavePlanner = DefaultSavePlanner(**options) if inner is None else inner
-        self.config = config or CoordinationConfig()
-        self.report = None
-        seam.install()
+        Coordinated.__init__(
+            self, DefaultSavePlanner(**options) if inner is None else inner, config or CoordinationConfig()
+        )
+
+    def is_pure(self, storage: Any) -> bool:
+        """Whether the global step is DCP's own, which makes new plans and leaves the old ones alone."""
+        hooks = (
+            "create_global_plan",
+            "_create_global_plan",
+            "_create_global_plan_with_caching",
+            "_dedup_save_plans",
+        )
+        is_planner_pure = all(is_inherited(self.inner, hook, DefaultSavePlanner) for hook in hooks)
+        writers = (FileSystemWriter, HuggingFaceStorageWriter)
+        return is_planner_pure and any(is_inherited(storage, "prepare_global_plan", kind) for kind in writers)
 
     def set_up_planner(
         self,
@@ -73,21 +72,22 @@ class GlooCoordinatedPlanner(SavePlanner, seam.Coordinated):
                 state_dict=state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator
             )
         else:  # a planner from before torch 2.3, which DCP still takes
-            self.inner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
+            self.inner.set_up_planner(state_dict, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         """Return the inner planner's local plan; called on all ranks."""
         plan = self.inner.create_local_plan()
-        self._require(isinstance(plan, SavePlan), "create_local_plan", "a SavePlan", plan)
-        return plan
+        require(self.inner, isinstance(plan, SavePlan), "create_local_plan", "a SavePlan", plan)
+        return plan  # type: ignore[no-any-return]  # checked above
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the inner planner's final plans, one for each rank, and metadata; coordinator only."""
         outcome = self.inner.create_global_plan(all_plans)
         is_pair = isinstance(outcome, tuple) and len(outcome) == 2  # noqa: PLR2004 - plans and metadata
-        self._require(is_pair, "create_global_plan", "plans and metadata", outcome)
+        require(self.inner, is_pair, "create_global_plan", "plans and metadata", outcome)
         plans, metadata = outcome
-        self._require(
+        require(
+            self.inner,
             isinstance(plans, list)
             and len(plans) == len(all_plans)
             and all(isinstance(plan, SavePlan) for plan in plans),
@@ -95,34 +95,15 @@ class GlooCoordinatedPlanner(SavePlanner, seam.Coordinated):
             f"a list of {len(all_plans)} SavePlans",
             plans,
         )
-        self._require(isinstance(metadata, Metadata), "create_global_plan", "a Metadata", metadata)
+        require(self.inner, isinstance(metadata, Metadata), "create_global_plan", "a Metadata", metadata)
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return the inner planner's finished plan; called on all ranks."""
         plan = self.inner.finish_plan(new_plan)
-        self._require(isinstance(plan, SavePlan), "finish_plan", "a SavePlan", plan)
-        return plan
+        require(self.inner, isinstance(plan, SavePlan), "finish_plan", "a SavePlan", plan)
+        return plan  # type: ignore[no-any-return]  # checked above
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the data of one item, from the inner planner; called on each rank by its storage writer."""
-        return self.inner.resolve_data(write_item)
-
-    def _require(self, holds: bool, hook: str, expected: str, found: object) -> None:  # noqa: FBT001
-        if not holds:
-            what = f"a list of {len(found)}" if isinstance(found, list) else f"a {type(found).__name__}"
-            raise TypeError(f"{type(self.inner).__name__}.{hook} must return {expected}, but returned {what}")
-
-    def __getattr__(self, name: str) -> Any:
-        # Engines and writers look at attributes of the planner they know, such as ``state_dict``.
-        if name == "inner" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"inner": self.inner, "config": self.config}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.report = None
-        seam.install()  # in the daemon of an asynchronous save this is the first that DCP sees of us
+        return self.inner.resolve_data(write_item)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-import threading
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,22 +25,12 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint import utils as dcp_utils
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from planner.config import CoordinationConfig
+from planner import async_save
+from planner.coordinated import Coordinated
 from planner.dist_wrapper import GlooDistWrapper
-from planner.errors import UnsupportedTorchError
-from planner.report import SaveReport
+from planner.errors import CoordinationError, CoordinationMismatch, UnsupportedTorchError
 
-__all__ = ["Coordinated", "check", "find_problems", "install"]
-
-
-class Coordinated:
-    """A planner whose save or load is coordinated by us; the planners of this library derive from it."""
-
-    config: CoordinationConfig
-    """How to coordinate."""
-
-    report: SaveReport | None = None
-    """What the latest save or load with this planner cost this rank; None before the first has ended."""
+__all__ = ["check", "find_problems", "install"]
 
 
 @dataclasses.dataclass
@@ -49,9 +39,12 @@ class _Call:
 
     planner: Coordinated
     operation: str
-    checkpoint: str
+    storage: Any
     wrapper: GlooDistWrapper | None = None
+    is_planner_ours: bool = False
 
+
+_logger = logging.getLogger(__name__)
 
 _current_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar(
     "gloo_coordinated_planner_call", default=None
@@ -72,11 +65,40 @@ def _choose_dist_wrapper(
         use_dist,
         coordinator_rank,
         operation=call.operation,
-        checkpoint=call.checkpoint,
+        checkpoint=_checkpoint_of(call.storage),
         config=call.planner.config,
+        leaves_plans=lambda: call.planner.leaves_plans(call.storage),
+        is_pure=lambda: call.planner.is_pure(call.storage),
+        mode_of=_mode_of,
     )
-    call.wrapper.begin()
+    call.wrapper.begin(call.planner.turn)
+    _expect_world(call.planner, group, use_dist=use_dist)
+    if not call.planner.in_use.acquire(blocking=False):
+        raise CoordinationError(
+            "this planner object is in another save or load at the same moment",
+            ranks=[call.wrapper.rank],
+            advice="give each of them a planner of its own",
+        )
+    call.is_planner_ours = True
     return call.wrapper
+
+
+def _expect_world(planner: Coordinated, group: dist.ProcessGroup | None, *, use_dist: bool) -> None:
+    """Refuse a save in a process whose ranks are not those of the trainer that asked for it."""
+    if planner.expected_world is None:
+        return
+    found = (dist.get_rank(group), dist.get_world_size(group)) if use_dist else (0, 1)
+    if found != planner.expected_world:
+        rank, world_size = planner.expected_world
+        raise CoordinationMismatch(
+            f"the checkpoint process is rank {found[0]} of {found[1]}, but the save is by rank {rank} of "
+            f"{world_size}: it was started for another process group",
+            ranks=[found[0]],
+            advice=(
+                "DCP keeps one checkpoint process for the group of the first asynchronous save; use "
+                "AsyncCheckpointerType.THREAD for other groups"
+            ),
+        )
 
 
 def _noting_the_planner(
@@ -90,7 +112,7 @@ def _noting_the_planner(
         planner = arguments.get("planner")
         call = None
         if isinstance(planner, Coordinated):
-            call = _Call(planner, operation, _checkpoint_of(arguments.get(storage_name)))
+            call = _Call(planner, operation, arguments.get(storage_name))
         token = _current_call.set(call)
         try:
             return original(*args, **kwargs) if call is None else _run_call(call, original, args, kwargs)
@@ -108,57 +130,66 @@ def _checkpoint_of(storage: Any) -> str:
         return ""
 
 
+def _mode_of(local_step: Callable[[], Any]) -> str:
+    """Say which metadata a load uses, which each rank finds out for itself in its local step."""
+    code = getattr(inspect.unwrap(local_step), "__code__", None)
+    if code is None or code.co_name != "local_step" or "metadata" not in code.co_freevars:
+        return ""  # a save
+    cells = dict(zip(code.co_freevars, inspect.unwrap(local_step).__closure__ or (), strict=True))
+    return "from global metadata" if cells["use_collectives"].cell_contents else "from rank-local metadata"
+
+
 def _run_call(call: _Call, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     start = time.monotonic()
     try:
         result = original(*args, **kwargs)
     except BaseException as error:
-        _end_call(call, error, start)
+        try:
+            _end_call(call, error, start)
+        except Exception:  # the cause must not be lost to what follows from it
+            _logger.warning("could not tell the other ranks of the error that follows", exc_info=True)
         raise
     _end_call(call, None, start)
     return result
 
 
 def _end_call(call: _Call, error: BaseException | None, start: float) -> None:
+    if call.is_planner_ours:
+        call.planner.in_use.release()
     if call.wrapper is not None:
         report = call.wrapper.end(error)
         report.total_seconds = time.monotonic() - start
-        call.planner.report = report
+        (call.planner.asked_as or call.planner).report = report
 
 
-_install_lock = threading.Lock()
 _is_installed = False
 
 
 def install() -> None:
-    """Replace the names in the saver and the loader, once in a process.
+    """Replace the names in the saver and the loader, once in a process; called when we are imported.
 
     Raises:
         UnsupportedTorchError: this torch lacks something we rely on; nothing was replaced.
     """
     global _is_installed  # noqa: PLW0603 - the seam is the one place with state of the process
-    with _install_lock:
-        if _is_installed:
-            return
-        check()
-        state_dict_saver._save_state_dict = _noting_the_planner(
-            state_dict_saver._save_state_dict,
-            "save",
-            "storage_writer",
-        )
-        state_dict_loader._load_state_dict = _noting_the_planner(
-            state_dict_loader._load_state_dict,
-            "load",
-            "storage_reader",
-        )
-        for module in (state_dict_saver, state_dict_loader):
-            module._DistWrapper = _choose_dist_wrapper  # type: ignore[attr-defined]
-        _is_installed = True
+    if _is_installed:
+        return
+    check()
+    state_dict_saver._save_state_dict = _noting_the_planner(
+        state_dict_saver._save_state_dict, "save", "storage_writer"
+    )
+    state_dict_loader._load_state_dict = _noting_the_planner(
+        state_dict_loader._load_state_dict, "load", "storage_reader"
+    )
+    for module in (state_dict_saver, state_dict_loader):
+        module._DistWrapper = _choose_dist_wrapper  # type: ignore[attr-defined]
+    async_save.install()
+    _is_installed = True
 
 
 def check() -> None:
     """Raise UnsupportedTorchError, naming everything missing, if this torch cannot be used."""
-    if problems := find_problems():
+    if problems := [*find_problems(), *async_save.find_problems()]:
         raise UnsupportedTorchError([f"torch {torch.__version__}", *problems])
 
 

@@ -1,8 +1,8 @@
 """The data plane: payloads of known size over the dedicated group, as a star around the coordinator.
 
 Only what the coordinator asked for travels, at its exact size: gloo aborts the process that receives
-a message longer than its buffer, so sizes are agreed on before anything is posted. A reply is
-preceded by a fixed header with its size, because only its receiver needs to know it.
+a message longer than its buffer, so sizes are agreed on before anything is posted. What only its receiver
+needs to know the size of, such as a reply, is preceded by a fixed header.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from planner.control import Deadline
 from planner.errors import TransportError
 from planner.group import GlooGroup
 
-__all__ = ["gather", "receive_reply", "scatter", "send_parts"]
+__all__ = ["gather", "receive_headed", "scatter", "send_headed", "send_parts"]
 
-_REPLY_HEADER = struct.Struct("<4sQI")  # magic, size in bytes, checksum of the two
-_REPLY_MAGIC = b"GCPR"
-_WINDOW = 64  # ranks received from at a time: bounds the memory that undecoded payloads take
+_HEADER = struct.Struct("<4sQI")  # magic, size in bytes, checksum of the two
+_MAGIC = b"GCPH"
+_WINDOW = 64  # ranks that receives are posted for at a time
 
 
 def send_parts(
@@ -38,6 +38,11 @@ def send_parts(
         works = [(group.post_send(_as_tensor(part), to_rank, tag)) for part in parts if part]
         for work in works:
             _wait(work, deadline)
+
+
+def send_headed(group: GlooGroup, data: bytes, *, to_rank: int, tag: int, deadline: Deadline) -> None:
+    """Send one piece of bytes whose size the receiver does not know; see ``receive_headed``."""
+    scatter(group, {to_rank: data}, tag=tag, deadline=deadline)
 
 
 def gather(
@@ -99,20 +104,20 @@ def scatter(group: GlooGroup, replies: Mapping[int, bytes], *, tag: int, deadlin
             _wait(work, deadline)
 
 
-def receive_reply(group: GlooGroup, *, from_rank: int, tag: int, deadline: Deadline) -> bytes:
-    """Receive what ``scatter`` sends this rank; blocks at most until the deadline.
+def receive_headed(group: GlooGroup, *, from_rank: int, tag: int, deadline: Deadline) -> bytes:
+    """Receive what ``scatter`` or ``send_headed`` sends this rank; blocks at most until the deadline.
 
     Raises:
         TransportError: the peer or the group failed, or what came is no reply; the group is closed.
     """
     with _closing_on_error(group, f"receiving from group rank {from_rank}", from_rank):
-        header, work = group.post_receive(_REPLY_HEADER.size, from_rank, tag)
+        header, work = group.post_receive(_HEADER.size, from_rank, tag)
         _wait(work, deadline)
         found = header.numpy().tobytes()
-        _, nbytes, _ = _REPLY_HEADER.unpack(found)
+        _, nbytes, _ = _HEADER.unpack(found)
         if found != _pack_header(nbytes):  # a wrong size would let gloo abort this process
             raise TransportError(
-                f"group rank {from_rank} sent a damaged reply header, {found.hex()}; it was not used",
+                f"group rank {from_rank} sent a damaged header, {found.hex()}; it was not used",
                 ranks=[from_rank],
                 advice="look for damaged memory or network hardware on the path to that rank",
             )
@@ -124,8 +129,8 @@ def receive_reply(group: GlooGroup, *, from_rank: int, tag: int, deadline: Deadl
 
 
 def _pack_header(nbytes: int) -> bytes:
-    checksum = zlib.crc32(_REPLY_HEADER.pack(_REPLY_MAGIC, nbytes, 0))
-    return _REPLY_HEADER.pack(_REPLY_MAGIC, nbytes, checksum)
+    checksum = zlib.crc32(_HEADER.pack(_MAGIC, nbytes, 0))
+    return _HEADER.pack(_MAGIC, nbytes, checksum)
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

@@ -44,9 +44,13 @@ class Identity:
     phase: str
     """DCP's name of the step, such as ``plan`` or ``write``."""
 
+    mode: str = ""
+    """What else must be the same on all ranks, in words, such as ``from global metadata``."""
+
     def __str__(self) -> str:
         where = f" of {self.checkpoint!r}" if self.checkpoint else ""
-        return f"{self.operation}{where} in phase {self.phase!r}"
+        how = f", {self.mode}" if self.mode else ""
+        return f"{self.operation}{where} in phase {self.phase!r}{how}"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Envelope:
     identity: Identity
     parts: tuple[tuple[bytes, int], ...] = ()
     """Digest (16 bytes) and size in bytes of each part it can send."""
+
+    has_later: bool = False
+    """Whether it can make one more part when asked."""
 
     failure: bytes | None = None
     """A failure frame, when the rank failed instead."""
@@ -68,6 +75,8 @@ class Envelope:
                 "op": self.identity.operation,
                 "ckpt": self.identity.checkpoint,
                 "phase": self.identity.phase,
+                "mode": self.identity.mode,
+                "later": self.has_later,
                 "parts": [[digest, nbytes] for digest, nbytes in self.parts],
                 "failure": self.failure,
             },
@@ -81,7 +90,9 @@ class Envelope:
             FrameError, PayloadError: these bytes are no envelope of this wire version.
         """
         tree = expect_map(
-            decode_message(data, Kind.ENVELOPE), "envelope", ("op", "ckpt", "phase", "parts", "failure")
+            decode_message(data, Kind.ENVELOPE),
+            "envelope",
+            ("op", "ckpt", "phase", "mode", "later", "parts", "failure"),
         )
         parts = []
         for number, item in enumerate(expect_list(tree["parts"], "envelope.parts")):
@@ -95,8 +106,10 @@ class Envelope:
                 expect_str(tree["op"], "envelope.op"),
                 expect_str(tree["ckpt"], "envelope.ckpt"),
                 expect_str(tree["phase"], "envelope.phase"),
+                expect_str(tree["mode"], "envelope.mode"),
             ),
             parts=tuple(parts),
+            has_later=expect_bool(tree["later"], "envelope.later"),
             failure=None if tree["failure"] is None else expect_bytes(tree["failure"], "envelope.failure"),
         )
 
@@ -110,6 +123,9 @@ class Send:
 
     masks: Mapping[int, int] = field(default_factory=dict)
     """By group rank."""
+
+    later: bool = False
+    """Then also make and send the part that was left for later, where there is one."""
 
     def mask_of(self, rank: int) -> int:
         """Return the bits for one group rank."""
@@ -152,6 +168,7 @@ def encode_verdict(verdict: Verdict) -> bytes:
             "do": "send",
             "default": verdict.default_mask,
             "masks": [[rank, mask] for rank, mask in verdict.masks.items()],
+            "later": verdict.later,
         }
     elif isinstance(verdict, Done):
         tree = {"do": "done", "reply": verdict.has_reply}
@@ -176,14 +193,18 @@ def decode_verdict(data: bytes) -> Verdict:
     tree = decode_message(data, Kind.VERDICT)
     do = tree.get("do") if isinstance(tree, dict) else tree
     if do == "send":
-        tree = expect_map(tree, "verdict", ("do", "default", "masks"))
+        tree = expect_map(tree, "verdict", ("do", "default", "masks", "later"))
         masks = {}
         for item in expect_list(tree["masks"], "verdict.masks"):
             rank, mask = expect_list(item, "verdict.masks", 2)
             masks[expect_int(rank, "verdict.masks", 0, _MAX_RANK)] = expect_int(
                 mask, "verdict.masks", 0, 2**62
             )
-        return Send(expect_int(tree["default"], "verdict.default", 0, 2**62), masks)
+        return Send(
+            expect_int(tree["default"], "verdict.default", 0, 2**62),
+            masks,
+            expect_bool(tree["later"], "verdict.later"),
+        )
     if do == "done":
         tree = expect_map(tree, "verdict", ("do", "reply"))
         return Done(expect_bool(tree["reply"], "verdict.reply"))

@@ -1,6 +1,7 @@
 """The main job: ``dcp.save`` with our planner on a default group that cannot carry a collective."""
 
 import copy
+import dataclasses
 import logging
 import os
 import pickle
@@ -14,9 +15,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from planner import CoordinationConfig, GlooCoordinatedPlanner, TransportError, register_codec
+from planner import (
+    CoordinationConfig,
+    GlooCoordinatedLoadPlanner,
+    GlooCoordinatedPlanner,
+    TransportError,
+    register_codec,
+)
 from planner.channel import _channels
 from tests.support.ranks import run_ranks
 
@@ -312,3 +320,40 @@ def test_the_planner_pickles_and_wraps_any_planner():
     assert again.mappings == {"x": ("x",)}  # attributes of the inner planner are seen through ours
     assert copy.deepcopy(planner).config == planner.config
     assert state_dict_saver._DistWrapper is not _DistWrapper
+
+
+class MutatingPlanner(dcp.DefaultSavePlanner):
+    """Changes the plans it is given in place, as nothing forbids."""
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        for plan, local_plan in zip(plans, all_plans, strict=True):
+            for item in local_plan.items:
+                if item.tensor_data is not None:
+                    item.tensor_data.properties.requires_grad = True
+            local_plan.items.reverse()
+            object.__setattr__(local_plan, "storage_data", "marked")
+            object.__setattr__(plan, "storage_data", "marked")
+        return plans, metadata
+
+    def finish_plan(self, new_plan):
+        self.finished = new_plan
+        return dataclasses.replace(new_plan, storage_data=_StoragePrefix(f"__{dist.get_rank()}_"))
+
+
+def save_mutated(rank, folder):
+    inner = MutatingPlanner()
+    state_dict = {**state_of(rank), f"tensor{rank}": torch.ones(2)}
+    metadata = dcp.save(state_dict, checkpoint_id=folder, planner=GlooCoordinatedPlanner(inner))
+    assert inner.finished.storage_data == "marked"
+    tensors = [item.tensor_data for item in inner.finished.items if item.tensor_data is not None]
+    assert tensors
+    assert all(data.properties.requires_grad for data in tensors)
+    assert metadata.state_dict_metadata["weight"].properties.requires_grad
+    target = state_of(rank)
+    dcp.load(target, checkpoint_id=folder, planner=GlooCoordinatedLoadPlanner())
+    assert torch.equal(target["weight"], state_of(rank)["weight"])
+
+
+def test_a_global_step_that_changes_plans_in_place_reaches_the_ranks(tmp_path):
+    run_ranks(save_mutated, 3, str(tmp_path))

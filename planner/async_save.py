@@ -1,0 +1,166 @@
+"""How asynchronous saves come to us: what DCP looks up by name on the caller's thread.
+
+``async_save`` hands the planner to an executor, which saves in a thread, or in a process of its own
+through a daemon. The save itself then meets planner.seam as any other does. What must happen before,
+on the caller's thread, is here: a turn is taken in the order of the calls, the daemon's address is
+agreed on over the store, and DCP's assertion that the default group has a CPU backend is answered,
+since a save by our planners needs none.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import sys
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor, state_dict_saver
+from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
+from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.distributed_c10d import _get_default_group
+
+from planner.channel import Channel, open_channel
+from planner.config import CoordinationConfig
+from planner.coordinated import Coordinated
+from planner.dist_wrapper import GlooDistWrapper
+from planner.errors import CoordinationMismatch
+
+__all__ = ["find_problems", "install"]
+
+_starting_daemon: contextvars.ContextVar[CoordinationConfig | None] = contextvars.ContextVar(
+    "gloo_coordinated_planner_starting_daemon", default=None
+)
+_daemon_members: list[tuple[int, ...]] = []  # of the one daemon of this process, once we have started it
+
+
+class _ThreadExecutor(_ThreadBasedAsyncCheckpointExecutor):
+    """Takes the save's turn on the caller's thread."""
+
+    def execute_save(self, staging_future_or_state_dict: Any, **options: Any) -> Future[Any]:
+        planner = options.get("planner")
+        if not isinstance(planner, Coordinated):
+            return super().execute_save(staging_future_or_state_dict, **options)
+        channel = _channel_of(options)
+        if channel is None:
+            options["planner"] = planner.copy_for(turn=None, expected_world=None)
+            return super().execute_save(staging_future_or_state_dict, **options)
+        turn = channel.turns.take()
+        options["planner"] = planner.copy_for(turn=turn, expected_world=None)
+        try:
+            future = super().execute_save(staging_future_or_state_dict, **options)
+        except BaseException:
+            channel.turns.end(turn)
+            raise
+        # Where staging failed the save never began, and its turn is still to be given back.
+        future.add_done_callback(lambda _: channel.turns.end(turn))
+        return future
+
+
+class _ProcessExecutor(_ProcessBasedAsyncCheckpointExecutor):
+    """Starts the daemon without the device group, and refuses one that has other ranks."""
+
+    def execute_save(self, staging_future_or_state_dict: Any, **options: Any) -> Future[Any]:
+        planner = options.get("planner")
+        if not isinstance(planner, Coordinated):
+            return super().execute_save(staging_future_or_state_dict, **options)
+        group = options.get("process_group")
+        members = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
+        is_running = _async_process_executor._CHECKPOINT_PROCESS is not None
+        if is_running and _daemon_members and _daemon_members[0] != members:
+            raise CoordinationMismatch(
+                f"the checkpoint process of this rank was started for global ranks "
+                f"{list(_daemon_members[0])}, but this save is by global ranks {list(members)}",
+                operation="save",
+                checkpoint=str(options.get("checkpoint_id") or ""),
+                phase="enter",
+                ranks=[dist.get_rank(group)],
+                advice=(
+                    "DCP keeps one checkpoint process for the group of the first asynchronous save; use "
+                    "AsyncCheckpointerType.THREAD for other groups"
+                ),
+            )
+        expected = (dist.get_rank(group), len(members)) if dist.is_initialized() else None
+        no_dist = bool(options.get("no_dist"))
+        options["planner"] = planner.copy_for(turn=None, expected_world=None if no_dist else expected)
+        token = _starting_daemon.set(planner.config)
+        try:
+            future = super().execute_save(staging_future_or_state_dict, **options)
+        finally:
+            _starting_daemon.reset(token)
+        if not is_running:
+            _daemon_members[:] = [members]
+        return future
+
+
+def _channel_of(options: dict[str, Any]) -> Channel | None:
+    """Return the channel of a save's ranks, or None where it has none: alone, or no member."""
+    group = options.get("process_group")
+    if options.get("no_dist") or not dist.is_initialized():
+        return None
+    if dist.get_rank(group) < 0 or dist.get_world_size(group) == 1:
+        return None
+    return open_channel(group, 0)  # async_save has no other coordinator
+
+
+def _choose_dist_wrapper_for_daemon(
+    group: dist.ProcessGroup | None,
+    use_dist: bool,  # noqa: FBT001 - the signature of the stock class
+    coordinator_rank: int,
+) -> _DistWrapper:
+    config = _starting_daemon.get()
+    if config is None:
+        return _DistWrapper(group, use_dist, coordinator_rank)
+    return GlooDistWrapper(
+        group, use_dist, coordinator_rank, operation="start of the checkpoint process", config=config
+    )
+
+
+class _WithCpu:
+    """What ``async_save`` sees of a default group without a CPU backend: it asks for nothing else."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._device_types = [*group._device_types, torch.device("cpu")]
+
+
+def _default_group_for_async_save() -> Any:
+    group = _get_default_group()
+    caller = sys._getframe(1)
+    is_asking = caller.f_code.co_name == "async_save" and "pg" in caller.f_code.co_varnames
+    if is_asking and isinstance(caller.f_locals.get("planner"), Coordinated):
+        return _WithCpu(group)
+    return group
+
+
+def install() -> None:
+    """Replace the names that asynchronous saves look up; called once, by planner.seam."""
+    for module, name, ours in (
+        (state_dict_saver, "_ThreadBasedAsyncCheckpointExecutor", _ThreadExecutor),
+        (state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor", _ProcessExecutor),
+        (state_dict_saver, "_get_default_group", _default_group_for_async_save),
+        (_async_process_executor, "_DistWrapper", _choose_dist_wrapper_for_daemon),
+    ):
+        setattr(module, name, ours)
+
+
+def find_problems() -> list[str]:
+    """Return what this torch lacks of what asynchronous saves rely on, one sentence each."""
+    names = inspect.unwrap(state_dict_saver.async_save).__code__.co_names
+    problems = [
+        f"async_save does not look up {name} by name"
+        for name in (
+            "_get_default_group",
+            "_ThreadBasedAsyncCheckpointExecutor",
+            "_ProcessBasedAsyncCheckpointExecutor",
+        )
+        if name not in names
+    ]
+    if not hasattr(_async_process_executor, "_CHECKPOINT_PROCESS"):
+        problems.append("_async_process_executor._CHECKPOINT_PROCESS is missing")
+    init = _async_process_executor._ProcessGroupInitInfo.__init__
+    if "_DistWrapper" not in init.__code__.co_names:
+        problems.append("_ProcessGroupInitInfo does not look up _DistWrapper by name")
+    return problems
