@@ -45,18 +45,21 @@ class _ThreadExecutor(_ThreadBasedAsyncCheckpointExecutor):
         if not isinstance(planner, Coordinated):
             return super().execute_save(staging_future_or_state_dict, **options)
         channel = _channel_of(options)
-        if channel is None:
-            options["planner"] = planner.copy_for(turn=None, expected_world=None)
-            return super().execute_save(staging_future_or_state_dict, **options)
-        turn = channel.turns.take()
-        options["planner"] = planner.copy_for(turn=turn, expected_world=None)
+        turn = None if channel is None else channel.turns.take()
+        options["planner"] = ours = planner.copy_for_one_save(channel_turn=turn)
+
+        def end_turns(_: object = None) -> None:
+            # Where staging failed the save never began, and its turns are still to be given back.
+            planner.turns.end(ours.planner_turn)
+            if channel is not None:
+                channel.turns.end(turn)
+
         try:
             future = super().execute_save(staging_future_or_state_dict, **options)
         except BaseException:
-            channel.turns.end(turn)
+            end_turns()
             raise
-        # Where staging failed the save never began, and its turn is still to be given back.
-        future.add_done_callback(lambda _: channel.turns.end(turn))
+        future.add_done_callback(end_turns)
         return future
 
 
@@ -85,7 +88,9 @@ class _ProcessExecutor(_ProcessBasedAsyncCheckpointExecutor):
             )
         expected = (dist.get_rank(group), len(members)) if dist.is_initialized() else None
         no_dist = bool(options.get("no_dist"))
-        options["planner"] = planner.copy_for(turn=None, expected_world=None if no_dist else expected)
+        # The copy that arrives in the daemon has turns of its own there; only who asked travels along.
+        options["planner"] = ours = planner.copy_for_one_save(expected_world=None if no_dist else expected)
+        planner.turns.end(ours.planner_turn)
         token = _starting_daemon.set(planner.config)
         try:
             future = super().execute_save(staging_future_or_state_dict, **options)

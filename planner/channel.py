@@ -36,6 +36,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from planner.control import ControlPlane, Deadline
 from planner.errors import CoordinationError, CoordinationTimeout, TransportError, WireError
 from planner.group import GlooGroup, make_devices
+from planner.turns import Turns
 from planner.wire.envelope import Abort, Envelope, Moved, encode_verdict
 from planner.wire.frame import digest, pack, unpack
 
@@ -52,46 +53,6 @@ class _Current:
     ended_epoch: int
     absent: tuple[int, ...]
     error: CoordinationError | None
-
-
-class Turns:
-    """Lets saves and loads of one set of ranks pass one at a time, in the order they were asked for.
-
-    The order must be the same on all ranks, so an asynchronous save takes its turn on the caller's
-    thread, and waits for it in the background.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: list[object] = []
-        self._thread: int | None = None
-        self._changed = threading.Condition()
-
-    def take(self) -> object:
-        """Return a turn behind all those taken before."""
-        turn = object()
-        with self._changed:
-            self._waiting.append(turn)
-        return turn
-
-    def wait(self, turn: object, timeout: timedelta) -> bool:
-        """Block until it is ``turn``'s turn, at most ``timeout``; return whether it is."""
-        with self._changed:
-            is_next = self._changed.wait_for(lambda: self._waiting[0] is turn, timeout.total_seconds())
-            if is_next:
-                self._thread = threading.get_ident()
-            return is_next
-
-    def is_this_threads(self) -> bool:
-        """Whether the turn that is on was waited for by this thread."""
-        return self._thread == threading.get_ident()
-
-    def end(self, turn: object) -> None:
-        """Give ``turn`` back, used or not; one that was given back already is no error."""
-        with self._changed, suppress(ValueError):
-            if self._waiting[:1] and self._waiting[0] is turn:
-                self._thread = None
-            self._waiting.remove(turn)
-            self._changed.notify_all()
 
 
 class Channel:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import TYPE_CHECKING, Any
 
 from planner.config import CoordinationConfig
 from planner.report import SaveReport
+from planner.turns import Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,7 +30,7 @@ class Coordinated:
         self.inner = state["inner"]
         self.config: CoordinationConfig = state["config"]
         self.expected_world = state.get("expected_world")
-        self.in_use = threading.Lock()
+        self.turns = Turns()
 
     def __getattr__(self, name: str) -> Any:
         # Engines and storages look at attributes of the planner they know, such as ``state_dict``.
@@ -44,18 +44,25 @@ class Coordinated:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._set_up(state)
 
-    def copy_for(self, *, turn: object | None, expected_world: tuple[int, int] | None) -> Self:
-        """Return a planner that shares ``inner`` and stands for one save in the background."""
+    def copy_for_one_save(
+        self, *, channel_turn: object | None = None, expected_world: tuple[int, int] | None = None
+    ) -> Self:
+        """Return a planner that shares ``inner`` and its turns and stands for one save in the background."""
         other = copy.copy(self)
-        other.turn, other.expected_world = turn, expected_world
+        other.turns = self.turns
+        other.planner_turn = self.turns.take()
+        other.channel_turn, other.expected_world = channel_turn, expected_world
         other.asked_as = self
         return other
 
     report: SaveReport | None = None
     """What the latest save or load with this planner cost this rank; None before the first has ended."""
 
-    turn: object | None = None
-    """Taken for this planner's one save on the caller's thread, where that runs in the background."""
+    channel_turn: object | None = None
+    """Taken from the channel for this planner's one save, where that runs in the background."""
+
+    planner_turn: object | None = None
+    """Taken from ``turns`` for the same."""
 
     asked_as: Coordinated | None = None
     """The caller's planner, where this is the copy made for one save in the background."""

@@ -41,7 +41,7 @@ class _Call:
     operation: str
     storage: Any
     wrapper: GlooDistWrapper | None = None
-    is_planner_ours: bool = False
+    planner_turn: object | None = None
 
 
 _logger = logging.getLogger(__name__)
@@ -71,16 +71,23 @@ def _choose_dist_wrapper(
         is_pure=lambda: call.planner.is_pure(call.storage),
         mode_of=_mode_of,
     )
-    call.wrapper.begin(call.planner.turn)
+    call.wrapper.begin(call.planner.channel_turn)
     _expect_world(call.planner, group, use_dist=use_dist)
-    if not call.planner.in_use.acquire(blocking=False):
+    _await_planner(call)
+    return call.wrapper
+
+
+def _await_planner(call: _Call) -> None:
+    """Wait until no other save or load uses the same planner object: it keeps the state of one."""
+    turns = call.planner.turns
+    if turns.is_this_threads():
         raise CoordinationError(
-            "this planner object is in another save or load at the same moment",
-            ranks=[call.wrapper.rank],
+            "this planner object is in another save or load in this very thread",
             advice="give each of them a planner of its own",
         )
-    call.is_planner_ours = True
-    return call.wrapper
+    call.planner_turn = call.planner.planner_turn or turns.take()
+    while not turns.wait(call.planner_turn, call.planner.config.progress_interval):
+        _logger.warning("%s: waiting for another save or load with the same planner object", call.operation)
 
 
 def _expect_world(planner: Coordinated, group: dist.ProcessGroup | None, *, use_dist: bool) -> None:
@@ -154,8 +161,7 @@ def _run_call(call: _Call, original: Callable[..., Any], args: Any, kwargs: Any)
 
 
 def _end_call(call: _Call, error: BaseException | None, start: float) -> None:
-    if call.is_planner_ours:
-        call.planner.in_use.release()
+    call.planner.turns.end(call.planner_turn)
     if call.wrapper is not None:
         report = call.wrapper.end(error)
         report.total_seconds = time.monotonic() - start

@@ -59,11 +59,13 @@ def run_ranks(
     may_fail: bool = False,
     env: dict[str, str] | None = None,
     control=None,
+    daemonic: bool = True,
 ) -> list[Outcome]:
     """Run ``worker(rank, *args)`` on ``world_size`` ranks and return how each ended, by rank.
 
     Without ``may_fail`` any error is a failure of the test, with all ranks' tracebacks. ``control`` is
-    called with the list of processes once all have started, for tests that kill or freeze some.
+    called with the list of processes once all have started, for tests that kill or freeze some. Ranks
+    that start processes themselves must not be ``daemonic``.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folder = tempfile.mkdtemp(prefix="ranks-")
@@ -84,7 +86,7 @@ def run_ranks(
                 args,
                 env,
             ),
-            daemon=True,
+            daemon=daemonic,
         )
         process.start()
         theirs.close()
