@@ -119,12 +119,13 @@ class Channel:
             self.begin_epoch(None)
         else:
             was_late = self.control.exists([self.save_key("quit", offset=1)])
-            if was_late or self.control.exists([self.save_key("quit")]):
+            is_worn = self._group is not None and self._group.is_worn
+            if was_late or is_worn or self.control.exists([self.save_key("quit")]):
                 self._renew(checkpoint, was_late=was_late)
         self.save_number += 1
 
     def _renew(self, checkpoint: str, *, was_late: bool) -> None:
-        """Begin a new epoch since ranks left the last save, or gave up on this one before we came."""
+        """Begin a new epoch: ranks left the last save, or gave up on this one, or the group is worn."""
         abandoned = self._find_checkpoint_of_next_save() if was_late else None
         verdict_key = self.save_key("v/0", offset=1)
         self.litter += [self.save_key("quit"), self.save_key("quit", offset=1), verdict_key]
@@ -314,6 +315,10 @@ class Channel:
                 ) from error
             _logger.debug("made a gloo group of %d ranks, epoch %d", self.world_size, self.epoch)
         return self._group
+
+    def find_lost(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of ``ranks`` whose connection to this rank has ended; see ``GlooGroup.find_lost``."""
+        return [] if self._group is None else self._group.find_lost(ranks)
 
     def close_group(self) -> None:
         """Drop the gloo group, if there is one; the next epoch makes its own."""

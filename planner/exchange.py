@@ -65,6 +65,9 @@ _logger = logging.getLogger(__name__)
 _FAILURE_GRACE = timedelta(seconds=2)  # after a first failure, for other ranks to report theirs
 _VERDICT_GRACE = timedelta(seconds=5)  # after giving up, for the coordinator to say why
 _BEAT = timedelta(seconds=5)
+_PROBE = timedelta(seconds=1)  # between looks whether a connection has ended
+_PROBE_OF_MANY = timedelta(seconds=5)  # the same by a coordinator of
+_NUM_RANKS_OF_FEW = 64  # ranks or more
 _LOOK = timedelta(seconds=5)  # between looks at the signs of life of absent ranks
 _MAX_FAILURE_FRAMES = 64  # different ones in one verdict, which every rank reads from the store
 _NUM_LAST_RANKS = 4
@@ -344,6 +347,8 @@ class Exchange:
         deadline = Deadline(self._config.plan_timeout)
         last_life = b""
         was_here = False
+        is_lost: list[int] = []
+        probe = Deadline(_PROBE)
 
         def tick() -> bool:
             nonlocal last_life, was_here
@@ -354,9 +359,14 @@ class Exchange:
                 if channel.is_in_this_save(life):
                     was_here = True
                     deadline.restart()
-            return not deadline.is_over
+            if probe.is_over:
+                probe.restart()
+                is_lost[:] = channel.find_lost([channel.coordinator])
+            return not (deadline.is_over or is_lost)
 
         if not self._control.wait([key], tick=tick):
+            if is_lost:
+                self._give_up(self._describe_loss(is_lost, deadline))
             grace = _VERDICT_GRACE if was_here else timedelta(0)
             self._give_up(
                 self._describe(
@@ -393,13 +403,16 @@ class Exchange:
 
     def _give_up(self, error: CoordinationError, verdict_grace: timedelta = _VERDICT_GRACE) -> NoReturn:
         """Leave this save; raise the coordinator's reason if it gives one soon, else ``error``."""
-        with suppress(TransportError):
+        grace = Deadline(verdict_grace)
+        try:
             self._channel.leave_without_verdict(f"{self._base}quit")
-            grace = Deadline(verdict_grace)
-            key = self._verdict_key(self._num_verdicts)
-            while self._control.wait([key], tick=lambda: not grace.is_over):
-                self._read_verdict(key)  # raises at an abort; another verdict came too late to follow
-                key = self._verdict_key(self._num_verdicts)
+            while self._control.wait([self._verdict_key(self._num_verdicts)], tick=lambda: not grace.is_over):
+                # Raises at an abort; a verdict of another kind came too late to be followed.
+                self._read_verdict(self._verdict_key(self._num_verdicts))
+        except TransportError as reason:
+            if self._concluded:
+                raise
+            error.__cause__ = error.__cause__ or reason  # the store is gone too
         self._concluded = True
         raise error
 
@@ -459,10 +472,12 @@ class Exchange:
         keys = {rank: self._up_key(number, rank) for rank in channel.peers}
         failed_since = None if self._local_failure is None else Deadline(_FAILURE_GRACE)
         progress = Deadline(self._config.progress_interval)
+        probe = Deadline(_PROBE if channel.world_size <= _NUM_RANKS_OF_FEW else _PROBE_OF_MANY)
         silence = _SilenceWatch(channel, self._config.plan_timeout)
         waiting = Deadline(None)
         arrived: dict[int, float] = {}
         silent: list[int] = []
+        lost: list[int] = []
 
         def note_arrivals() -> list[int]:
             there = control.present(list(keys.values()))
@@ -483,7 +498,10 @@ class Exchange:
                 progress.restart()
                 self._log_progress(absent, waiting)
             silent.extend(silence.look(absent))
-            is_hopeless = bool(silent) or deadline.is_over
+            if probe.is_over:
+                probe.restart()
+                lost[:] = channel.find_lost(absent)
+            is_hopeless = bool(silent or lost) or deadline.is_over
             return not (is_hopeless or (failed_since is not None and failed_since.is_over))
 
         if number == 0 and channel.strangers:
@@ -496,11 +514,14 @@ class Exchange:
             latest = [rank for rank in keys if rank not in arrived]
             order = [*sorted(arrived, key=lambda rank: arrived[rank]), *latest]
             self._phase.last_ranks = tuple(order[-_NUM_LAST_RANKS:])
+        lost = [rank for rank in lost if rank in absent]
         envelopes, failures = self._open(keys, absent)
         if self._local_failure is not None:
             failures[channel.group_rank] = self._encode(self._local_failure)
         if failures:
             self._abort_frames(self._identity.phase, failures)
+        if lost:
+            self._abort(self._describe_loss(lost, waiting))
         if absent:
             self._abort_absent(absent, silent, waiting, is_first=number == 0)
         return envelopes
@@ -739,6 +760,16 @@ class Exchange:
             self._channel.world_size,
             waiting.elapsed.total_seconds(),
             format_ranks(absent),
+        )
+
+    def _describe_loss(self, ranks: Sequence[int], waiting: Deadline) -> CoordinationError:
+        return self._describe(
+            TransportError,
+            f"the connection to {len(ranks)} of {self._channel.world_size} ranks has ended, as it does when "
+            "their process does",
+            ranks=ranks,
+            elapsed=waiting.elapsed,
+            advice="look at those ranks' logs, and at their hosts' for a kill for want of memory",
         )
 
     def _describe(self, kind: type[CoordinationError], summary: str, **facts: object) -> CoordinationError:

@@ -8,7 +8,7 @@ instead of W * (W - 1) / 2. Rule of this file: a group that failed once is never
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -19,6 +19,8 @@ from planner.errors import TransportError
 __all__ = ["GlooGroup", "make_devices"]
 
 _SOCKET_VARIABLE = "GLOO_SOCKET_IFNAME"
+_PROBE_TAG = 2**30 + 1  # beyond all tags of exchanges
+_MAX_NUM_PROBES = 200_000  # tens of bytes each
 _LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 
 
@@ -73,6 +75,9 @@ class GlooGroup:
             PrefixStore(prefix, store), group_rank, world_size, options
         )
 
+        self._connected: set[int] = set()
+        self._num_probes = 0
+
     @property
     def is_open(self) -> bool:
         """Whether the group may be used."""
@@ -90,6 +95,34 @@ class GlooGroup:
         """Start receiving exactly ``nbytes`` bytes; a longer message would abort this process."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return buffer, self._require().recv([buffer], from_rank, tag)  # type: ignore[attr-defined]  # as above
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether so many probes are outstanding that the group should be made anew when nobody needs it."""
+        return self._num_probes > _MAX_NUM_PROBES
+
+    def note_connected(self, rank: int) -> None:
+        """Note that bytes have passed between this rank and ``rank``."""
+        self._connected.add(rank)
+
+    def find_lost(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of ``ranks`` whose connection has ended, as it does when their process does.
+
+        A rank that was never connected counts as there. Costs a few bytes to each rank, and a few of
+        memory until the group is closed; see ``is_worn``.
+        """
+        if self._group is None:
+            return []
+        lost = []
+        for rank in self._connected.intersection(ranks):
+            self._num_probes += 1
+            try:
+                # Nothing is ever sent with this tag: posting fails at once where the pair is closed,
+                # and what is posted is dropped with the group.
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], rank, _PROBE_TAG)  # type: ignore[attr-defined]  # as above
+            except RuntimeError:
+                lost.append(rank)
+        return sorted(lost)
 
     def _require(self) -> ProcessGroupGloo:
         if self._group is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -23,6 +24,7 @@ __all__ = ["gather", "receive_headed", "scatter", "send_headed", "send_parts"]
 
 _HEADER = struct.Struct("<4sQI")  # magic, size in bytes, checksum of the two
 _MAGIC = b"GCPH"
+_FOREVER_S = 10 * 365 * 86400.0
 _WINDOW = 64  # ranks that receives are posted for at a time
 
 
@@ -34,10 +36,10 @@ def send_parts(
     Raises:
         TransportError: the peer or the group failed; the group is closed.
     """
-    with _closing_on_error(group, f"sending to group rank {to_rank}", to_rank):
-        works = [(group.post_send(_as_tensor(part), to_rank, tag)) for part in parts if part]
-        for work in works:
-            _wait(work, deadline)
+    with _Posts(group) as posts:
+        for part in parts:
+            posts.send(part, to_rank, tag)
+        posts.wait(deadline)
 
 
 def send_headed(group: GlooGroup, data: bytes, *, to_rank: int, tag: int, deadline: Deadline) -> None:
@@ -55,31 +57,14 @@ def gather(
     """
     ranks = sorted(wanted)
     for start in range(0, len(ranks), _WINDOW):
-        posted = []
-        for rank in ranks[start : start + _WINDOW]:
-            with _closing_on_error(group, f"receiving from group rank {rank}", rank):
-                posted.append(
-                    (
-                        rank,
-                        [
-                            group.post_receive(nbytes, rank, tag) if nbytes else None
-                            for nbytes in wanted[rank]
-                        ],
-                    )
-                )
-        for rank, receives in posted:
-            parts = []
-            for receive in receives:
-                if receive is None:
-                    parts.append(b"")
-                    continue
-                buffer, work = receive
-                with _closing_on_error(
-                    group, f"receiving {buffer.numel():,} bytes from group rank {rank}", rank
-                ):
-                    _wait(work, deadline)
-                parts.append(buffer.numpy().tobytes())
-            yield rank, parts
+        window = ranks[start : start + _WINDOW]
+        with _Posts(group) as posts:
+            for rank in window:
+                for nbytes in wanted[rank]:
+                    posts.receive(nbytes, rank, tag)
+            received = iter(posts.wait(deadline))
+            for rank in window:
+                yield rank, [next(received).numpy().tobytes() for _ in wanted[rank]]
 
 
 def scatter(group: GlooGroup, replies: Mapping[int, bytes], *, tag: int, deadline: Deadline) -> None:
@@ -89,19 +74,14 @@ def scatter(group: GlooGroup, replies: Mapping[int, bytes], *, tag: int, deadlin
         TransportError: names the rank that failed; the group is closed.
     """
     tensors: dict[int, torch.Tensor] = {}
-    posted = []
-    for rank, reply in sorted(replies.items()):
-        with _closing_on_error(group, f"sending to group rank {rank}", rank):
-            header = _as_tensor(_pack_header(len(reply)))
-            posted.append((rank, group.post_send(header, rank, tag), header))
+    with _Posts(group) as posts:
+        for rank, reply in sorted(replies.items()):
+            posts.send(_pack_header(len(reply)), rank, tag)
             if reply:
                 if id(reply) not in tensors:
                     tensors[id(reply)] = _as_tensor(reply)
-                data = tensors[id(reply)]
-                posted.append((rank, group.post_send(data, rank, tag), data))
-    for rank, work, data in posted:
-        with _closing_on_error(group, f"sending {data.numel():,} bytes to group rank {rank}", rank):
-            _wait(work, deadline)
+                posts.send(tensors[id(reply)], rank, tag)
+        posts.wait(deadline)
 
 
 def receive_headed(group: GlooGroup, *, from_rank: int, tag: int, deadline: Deadline) -> bytes:
@@ -110,10 +90,9 @@ def receive_headed(group: GlooGroup, *, from_rank: int, tag: int, deadline: Dead
     Raises:
         TransportError: the peer or the group failed, or what came is no reply; the group is closed.
     """
-    with _closing_on_error(group, f"receiving from group rank {from_rank}", from_rank):
-        header, work = group.post_receive(_HEADER.size, from_rank, tag)
-        _wait(work, deadline)
-        found = header.numpy().tobytes()
+    with _Posts(group) as posts:
+        posts.receive(_HEADER.size, from_rank, tag)
+        found = posts.wait(deadline)[0].numpy().tobytes()
         _, nbytes, _ = _HEADER.unpack(found)
         if found != _pack_header(nbytes):  # a wrong size would let gloo abort this process
             raise TransportError(
@@ -123,9 +102,8 @@ def receive_headed(group: GlooGroup, *, from_rank: int, tag: int, deadline: Dead
             )
         if not nbytes:
             return b""
-        data, work = group.post_receive(nbytes, from_rank, tag)
-        _wait(work, deadline)
-        return data.numpy().tobytes()
+        posts.receive(nbytes, from_rank, tag)
+        return posts.wait(deadline)[0].numpy().tobytes()
 
 
 def _pack_header(nbytes: int) -> bytes:
@@ -138,28 +116,73 @@ def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _wait(work: Work, deadline: Deadline) -> None:
-    remaining_s = deadline.remaining_s
-    # At least a second: a message that is already here must not fail for arriving at the deadline.
-    work.wait(timedelta(seconds=max(1.0, min(remaining_s, 10 * 365 * 86400.0))))
+class _Posts:
+    """Sends and receives that were posted together; on any error the group is closed.
 
+    None of them is kept beyond the block, also when it raises: gloo aborts a process in which a peer
+    comes to connect to a group that has failed and is still there.
+    """
 
-class _closing_on_error:  # noqa: N801 - used like the functions of contextlib
-    """Close the group when the block fails, and say what it was doing."""
+    def __init__(self, group: GlooGroup) -> None:
+        self._group = group
+        self._posted: list[tuple[str, int, torch.Tensor, Work | None]] = []
 
-    def __init__(self, group: GlooGroup, doing: str, rank: int) -> None:
-        self._group, self._doing, self._rank = group, doing, rank
+    def send(self, data: bytes | torch.Tensor, to_rank: int, tag: int) -> None:
+        """Post a send of these bytes."""
+        with self._naming("sending to", to_rank, len(data)):
+            tensor = data if isinstance(data, torch.Tensor) else _as_tensor(data)
+            work = self._group.post_send(tensor, to_rank, tag) if len(data) else None
+        self._posted.append(("sending to", to_rank, tensor, work))
 
-    def __enter__(self) -> None:
-        pass
+    def receive(self, nbytes: int, from_rank: int, tag: int) -> None:
+        """Post a receive of exactly ``nbytes`` bytes."""
+        with self._naming("receiving from", from_rank, nbytes):
+            if nbytes:
+                tensor, work = self._group.post_receive(nbytes, from_rank, tag)
+            else:
+                tensor, work = torch.empty(0, dtype=torch.uint8), None
+        self._posted.append(("receiving from", from_rank, tensor, work))
+
+    def wait(self, deadline: Deadline) -> list[torch.Tensor]:
+        """Wait for all that was posted since the last wait and return its buffers, in order."""
+        buffers: list[torch.Tensor] = []
+        for doing, rank, tensor, _ in self._posted:
+            with self._naming(doing, rank, tensor.numel()):
+                self._wait_for_next(len(buffers), deadline)
+            buffers.append(tensor)
+        self._posted.clear()
+        return buffers
+
+    def _wait_for_next(self, number: int, deadline: Deadline) -> None:
+        _, rank, _, work = self._posted[number]
+        if work is None:
+            return
+        try:
+            # At least a second: what is already here must not fail for coming at the deadline.
+            work.wait(timedelta(seconds=max(1.0, min(deadline.remaining_s, _FOREVER_S))))
+        finally:
+            del work  # the frame lives as long as an error from it
+        self._group.note_connected(rank)
+
+    def __enter__(self) -> _Posts:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
+        self._posted.clear()
+        if error is not None:
+            self._group.close()
+
+    @contextmanager
+    def _naming(self, doing: str, rank: int, nbytes: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0] if str(error) else repr(error)
+        else:
             return
-        self._group.close()
-        if isinstance(error, RuntimeError):
-            raise TransportError(
-                f"{self._doing} over gloo failed: {str(error).splitlines()[0] if str(error) else error!r}",
-                ranks=[self._rank],
-                advice="look at that rank's own log: it was probably killed, frozen or cut off",
-            ) from error
+        # Raised outside of the handler, as gloo's own error would keep its frames and their buffers.
+        raise TransportError(
+            f"{doing} group rank {rank} {nbytes:,} bytes over gloo failed: {reason}",
+            ranks=[rank],
+            advice="look at that rank's own log: it was probably killed, frozen or cut off",
+        )

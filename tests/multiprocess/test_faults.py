@@ -1,0 +1,171 @@
+"""The fault table: what goes wrong, where, on which rank; and what every surviving rank then sees.
+
+A row is (phase, rank, kind). One assertion holds for all: every surviving rank ends within its bound,
+with the same cause and the same named ranks; no rank reports success unless the checkpoint is complete;
+and where all processes still exist, the next save succeeds. What a rank can *raise* in each hook is in
+test_failures.py; here processes are killed, frozen, or slow.
+"""
+
+import os
+import pickle
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import planner.exchange
+from planner import CoordinationConfig, CoordinationTimeout, GlooCoordinatedPlanner, TransportError
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+TIMEOUT = timedelta(seconds=4)
+CONFIG = CoordinationConfig(plan_timeout=TIMEOUT)
+SECONDS = 8.0  # a bound that says "seconds" on a busy machine
+GRACE = 5.0  # for the coordinator to say why, see planner.exchange
+
+# Where a fault strikes: a method of the storage writer or the planner, or a function of the protocol, and
+# at which of its calls in one save.
+PHASES = {
+    "planning": ("planner", "create_local_plan", 0),
+    "sending the plan": ("protocol", "send_parts", 0),
+    "gathering plans": ("protocol", "gather", 0),
+    "global planning": ("planner", "create_global_plan", 0),
+    "giving plans back": ("protocol", "scatter", 0),
+    "receiving the plan": ("protocol", "receive_headed", 0),
+    "writing": ("writer", "write_data", 0),
+    "sending results": ("protocol", "send_parts", 1),
+    "finishing": ("writer", "finish", 0),
+    "receiving metadata": ("protocol", "receive_headed", 1),
+}
+COORDINATORS = {"gathering plans", "global planning", "giving plans back", "finishing"}
+NOT_COORDINATORS = {"sending the plan", "receiving the plan", "sending results", "receiving metadata"}
+# The metadata reply is sent when the checkpoint is complete: then others may report success.
+AFTER_COMPLETION = {"receiving metadata"}
+
+
+def rows():
+    for phase in PHASES:
+        for rank in (0, 1):
+            if (rank == 0 and phase in NOT_COORDINATORS) or (rank != 0 and phase in COORDINATORS):
+                continue
+            for kind in ("killed", "frozen", "slow"):
+                yield pytest.param(
+                    phase, rank, kind, id=f"{kind} {'coordinator' if rank == 0 else 'rank'} {phase}"
+                )
+
+
+def strike(kind):
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "frozen":
+        store = dist.distributed_c10d._get_default_store()
+        store.set("frozen", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)  # until the test lets it go on
+    else:
+        threading.Event().wait(1.5)  # slow, and alive
+
+
+class Armed:
+    """Strikes once, at one call of one function, on one rank."""
+
+    def __init__(self, phase, kind):
+        self.where, self.name, self.at = PHASES[phase]
+        self.kind = kind
+        self.calls = 0
+
+    def around(self, function):
+        def call(*args, **kwargs):
+            number, self.calls = self.calls, self.calls + 1
+            if number == self.at:
+                strike(self.kind)
+            return function(*args, **kwargs)
+
+        return call
+
+    def make(self, folder, monkeypatch):
+        writer, inner = dcp.FileSystemWriter(folder, sync_files=False), dcp.DefaultSavePlanner()
+        if self.where == "protocol":
+            monkeypatch.setattr(
+                planner.exchange, self.name, self.around(getattr(planner.exchange, self.name))
+            )
+        else:
+            owner = writer if self.where == "writer" else inner
+            setattr(owner, self.name, self.around(getattr(owner, self.name)))
+        return writer, inner
+
+
+def state_of(rank):
+    return {"weight": torch.arange(8.0) + 1, f"own{rank}": torch.full((2,), float(rank))}
+
+
+def save(rank, folder):
+    return dcp.save(state_of(rank), checkpoint_id=folder, planner=GlooCoordinatedPlanner(config=CONFIG))
+
+
+def suffer(rank, folder, phase, struck, kind):
+    save(rank, f"{folder}/before")
+    store = dist.distributed_c10d._get_default_store()
+    start = time.monotonic()
+    error = metadata = None
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        writer, inner = dcp.FileSystemWriter(f"{folder}/struck"), dcp.DefaultSavePlanner()
+        if rank == struck:
+            writer, inner = Armed(phase, kind).make(f"{folder}/struck", monkeypatch)
+        try:
+            metadata = dcp.save(
+                state_of(rank), storage_writer=writer, planner=GlooCoordinatedPlanner(inner, config=CONFIG)
+            )
+        except CheckpointException as caught:
+            error = caught
+    seconds = time.monotonic() - start
+    is_complete = Path(folder, "struck", ".metadata").exists()
+    if metadata is not None:
+        assert pickle.loads(Path(folder, "struck", ".metadata").read_bytes()) == metadata
+    if kind == "frozen" and rank == (0 if struck else 2):
+        # The one who lets the frozen rank go on, when the others have ended.
+        store.add("ended", 1)
+        while store.add("ended", 0) < WORLD - 1:
+            pass
+        os.kill(int(store.get("frozen")), signal.SIGCONT)
+    elif kind == "frozen":
+        store.add("ended", 1)
+    if kind != "killed":
+        while kind == "frozen" and store.add("ended", 0) < WORLD:
+            pass
+        save(rank, f"{folder}/after")
+        assert Path(folder, "after", ".metadata").exists()
+    return error, seconds, is_complete
+
+
+@pytest.mark.parametrize(("phase", "struck", "kind"), list(rows()))
+def test_every_surviving_rank_ends_in_time_with_the_same_named_cause(phase, struck, kind, tmp_path):
+    outcomes = run_ranks(suffer, WORLD, str(tmp_path), phase, struck, kind, may_fail=True, timeout=50)
+    survivors = {rank: outcome for rank, outcome in enumerate(outcomes) if rank != struck or kind == "slow"}
+    assert all(not outcome.died for outcome in survivors.values())
+    texts = {rank: outcome.error_text for rank, outcome in survivors.items() if outcome.error is not None}
+    assert not texts, "\n".join(texts.values())
+    ends = {rank: outcome.value for rank, outcome in survivors.items()}
+    if kind == "slow":
+        assert all(error is None and is_complete for error, _, is_complete in ends.values()), ends
+        return
+    assert outcomes[struck].died == (kind == "killed")
+    bound = SECONDS if kind == "killed" else TIMEOUT.total_seconds() + GRACE + SECONDS
+    for error, seconds, is_complete in ends.values():
+        assert seconds < bound
+        assert error is not None or is_complete
+        if error is not None:
+            assert list(error.ranks) == [struck], str(ends)
+            assert type(error) in {CoordinationTimeout, TransportError}
+            assert str(tmp_path / "struck") in str(error)
+    errors = {(type(error), error.ranks) for error, _, _ in ends.values() if error is not None}
+    assert len(errors) == 1 or (phase in AFTER_COMPLETION and len(errors) <= 1), ends
+    if phase not in AFTER_COMPLETION | {"finishing"}:
+        assert not (tmp_path / "struck" / ".metadata").exists()
+        assert all(error is not None for error, _, _ in ends.values())
