@@ -12,11 +12,13 @@ plan that its rank had sent, and has in full only those that are not among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
 from torch.distributed.checkpoint.planner import (
@@ -66,6 +68,8 @@ from planner.wire.tensors import (
 )
 
 __all__ = [
+    "BYTE_IO_CODE",
+    "SHARD_CODE",
     "PlanColumns",
     "PlanSchema",
     "decode_final_plan",
@@ -76,14 +80,17 @@ __all__ = [
     "decode_planner_data",
     "decode_schema",
     "encode_final_plan",
+    "encode_final_plan_columns",
     "encode_load_plan",
     "encode_plan",
     "encode_planner_data",
+    "make_items",
+    "make_plan",
 ]
 
 # The order is the wire's; WriteItemType's own numbers are torch's business.
 _TYPES = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
-_TENSOR_CODE, _SHARD_CODE, _BYTE_IO_CODE = range(len(_TYPES))
+_TENSOR_CODE, SHARD_CODE, BYTE_IO_CODE = range(len(_TYPES))
 _SHARD = WriteItemType.SHARD
 _PLAN_FIELDS = ("items", "storage_data", "planner_data", "usable")
 _MAPPING, _OBJECT = 0, 1
@@ -132,6 +139,7 @@ class PlanSchema:
         digest: the digest of its frame, by which bodies refer to it.
         fqns: the name of each regular item; shape (count,).
         types: the type of each regular item; shape (count,).
+        type_codes: the same as ``SHARD_CODE``, ``BYTE_IO_CODE`` or another; shape (count,), uint8.
         num_dims: the number of dimensions of each, 0 for bytes; shape (count,), int64.
         flat_sizes: the global sizes one after another; shape (sum of num_dims,), int64.
         sizes: the same as ``torch.Size``, an empty one for bytes; shape (count,).
@@ -148,6 +156,7 @@ class PlanSchema:
     digest: bytes
     fqns: list[str]
     types: list[WriteItemType]
+    type_codes: npt.NDArray[np.uint8]
     num_dims: Int64Column
     flat_sizes: Int64Column
     sizes: list[torch.Size]
@@ -313,10 +322,10 @@ def encode_plan(plan: SavePlan, *, path: str = "plan", strict: bool) -> tuple[by
         fqn_numbers.append(numbers.setdefault(index.fqn, len(numbers)))
         hints.append(index.index)
         if tensor_data is None:
-            types.append(_BYTE_IO_CODE)
+            types.append(BYTE_IO_CODE)
             nbytes.append(None if item.bytes_io_data is None else item.bytes_io_data.nbytes)
         else:
-            types.append(_SHARD_CODE if item.type is _SHARD else _TENSOR_CODE)
+            types.append(SHARD_CODE if item.type is _SHARD else _TENSOR_CODE)
             chunk, size = tensor_data.chunk, tensor_data.size
             num_dims.append(len(size))
             global_sizes.extend(size)
@@ -364,8 +373,9 @@ def encode_plan(plan: SavePlan, *, path: str = "plan", strict: bool) -> tuple[by
 
 def _whole_schema(schema_digest: bytes) -> PlanSchema:
     nothing = np.zeros(0, dtype=np.int64)
+    codes = np.zeros(0, dtype=np.uint8)
     return PlanSchema(
-        schema_digest, [], [], nothing, nothing, [], [], [], None, [], None, None, [], whole=True
+        schema_digest, [], [], codes, nothing, nothing, [], [], [], None, [], None, None, [], whole=True
     )
 
 
@@ -385,7 +395,8 @@ def decode_schema(schema: bytes) -> PlanSchema:
     count = expect_int(tree["count"], "schema.count", len(types_tree), len(types_tree))
     if count and max(types_tree) >= len(_TYPES):
         raise PayloadError("schema.types", f"codes below {len(_TYPES)}", max(types_tree))
-    is_tensor = np.frombuffer(types_tree, dtype=np.uint8) != _BYTE_IO_CODE
+    type_codes = np.frombuffer(types_tree, dtype=np.uint8)
+    is_tensor = type_codes != BYTE_IO_CODE
     num_tensors = int(is_tensor.sum())
 
     names = expect_str_list(tree["fqns"], "schema.fqns", unique=True)
@@ -426,6 +437,7 @@ def decode_schema(schema: bytes) -> PlanSchema:
         digest=digest(schema),
         fqns=fqns,
         types=[_TYPES[code] for code in types_tree],
+        type_codes=type_codes,
         num_dims=num_dims,
         flat_sizes=flat_sizes,
         sizes=list(SizeCache().cut(flat_sizes, num_dims.tolist())),
@@ -499,11 +511,24 @@ def _decode_item(tree: Any, path: str) -> Any:
     return decode_object(tree, path=path)
 
 
-def _make_items(schema: PlanSchema, columns: PlanColumns) -> list[Any]:
+def make_items(
+    schema: PlanSchema,
+    columns: PlanColumns,
+    *,
+    kept: npt.NDArray[np.bool_] | None = None,
+    hints: Sequence[int | None] | None = None,
+) -> list[WriteItem]:
+    """Make the regular items of a plan, new ones at every call.
+
+    Args:
+        schema: the plan's schema.
+        columns: its body.
+        kept: which of them to make; None for all; shape (count,).
+        hints: index hints to give them in place of those they came with; shape (count,).
+    """
     num_dims = schema.num_dims.tolist()
     cache = SizeCache()
-    items: list[Any] = []
-    for fqn, item_type, size, values, nbytes, offsets, sizes, hint in zip(
+    parts: Iterable[tuple[Any, ...]] = zip(
         schema.fqns,
         schema.types,
         schema.sizes,
@@ -511,9 +536,13 @@ def _make_items(schema: PlanSchema, columns: PlanColumns) -> list[Any]:
         schema.nbytes,
         cache.cut(columns.offsets, num_dims),
         cache.cut(columns.sizes, num_dims),
-        columns.hints,
+        columns.hints if hints is None else hints,
         strict=True,
-    ):
+    )
+    if kept is not None:
+        parts = compress(parts, kept.tolist())
+    items: list[WriteItem] = []
+    for fqn, item_type, size, values, nbytes, offsets, sizes, hint in parts:
         if values is None:
             bytes_io_data = None if nbytes is None else BytesIOWriteData(nbytes)
             items.append(WriteItem(make_index(fqn, None, hint), item_type, bytes_io_data, None))
@@ -539,24 +568,44 @@ def _merge(items: Iterable[Any], positions: list[int], others: list[Any]) -> lis
     return merged
 
 
-def decode_plan_body(schema: PlanSchema, body: bytes) -> SavePlan:
-    """Make the plan of a body frame; its schema may be shared by any number of plans.
+def make_plan(
+    schema: PlanSchema,
+    columns: PlanColumns,
+    *,
+    kept: npt.NDArray[np.bool_] | None = None,
+    hints: Sequence[int | None] | None = None,
+) -> SavePlan:
+    """Make the plan of a decoded body.
 
-    Raises:
-        WireError: if the frame or its contents are not those of a body of ``schema``.
+    Its regular items and planner_data are new at every call; its other items and storage_data are those
+    of ``columns``.
+
+    Args:
+        schema: the plan's schema.
+        columns: its body.
+        kept: which of its regular items to make; None for all; see ``make_items``.
+        hints: index hints for them; only for a plan without other items.
     """
-    columns = decode_plan_columns(schema, body)
     if schema.whole:
         plan: SavePlan = columns.storage_data
         return plan
     with paused_gc():
-        items = _make_items(schema, columns)
+        items = make_items(schema, columns, kept=kept, hints=hints)
     return SavePlan(
         _merge(items, columns.odd_positions, columns.odd_items),
         columns.storage_data,
         schema.planner_data(),
         decode_object(schema.usable_tree, path="plan.usable"),
     )
+
+
+def decode_plan_body(schema: PlanSchema, body: bytes) -> SavePlan:
+    """Make the plan of a body frame; its schema may be shared by any number of plans.
+
+    Raises:
+        WireError: if the frame or its contents are not those of a body of ``schema``.
+    """
+    return make_plan(schema, decode_plan_columns(schema, body))
 
 
 def decode_plan(schema: bytes, body: bytes) -> SavePlan:
@@ -667,24 +716,96 @@ def encode_final_plan(plan: SavePlan, base: SavePlan, *, path: str = "plan", str
         hinted.append(has_new_hint)
         if has_new_hint:
             hints.append(item.index.index)
-    base_storage = getattr(base, "storage_data", None)
-    same_storage = plan.storage_data is base_storage
-    tree = {
-        "base_count": len(base_items),
-        "kept": pack_flags(kept),
-        "hinted": pack_flags(hinted),
-        "hints": pack_optional_ints(hints),
-        "new_positions": pack_ints(new_positions),
-        "new_items": new_items,
-        "storage_data": None
-        if same_storage
+    return _encode_final_tree(
+        kept=kept,
+        hinted=hinted,
+        hints=pack_optional_ints(hints),
+        new_positions=new_positions,
+        new_items=new_items,
+        storage_data=None
+        if plan.storage_data is getattr(base, "storage_data", None)
         else [encode_object(plan.storage_data, path=f"{path}.storage_data", strict=strict)],
-        "planner_data": None
+        planner_data=None
         if _is_same_planner_data(plan.planner_data, getattr(base, "planner_data", None))
         else encode_planner_data(
             plan.planner_data, _regular_names(base_items), path=f"{path}.planner_data", strict=strict
         ),
-        "usable": encode_object(plan.usable, path=f"{path}.usable", strict=strict),
+        usable=encode_object(plan.usable, path=f"{path}.usable", strict=strict),
+    )
+
+
+def encode_final_plan_columns(
+    schema: PlanSchema,
+    columns: PlanColumns,
+    kept: npt.NDArray[np.bool_],
+    hints: Int64Column,
+    *,
+    storage_data: Any,
+    path: str = "plan",
+    strict: bool,
+) -> bytes:
+    """Encode a rank's final plan that is its local plan with fewer items and other hints.
+
+    The bytes are those of ``encode_final_plan`` for that final plan; neither plan is made.
+
+    Args:
+        schema: the schema of the local plan.
+        columns: the body of the local plan; all its items are regular.
+        kept: which of its items the final plan has; shape (count,).
+        hints: the new index hint of each tensor among its items; what stands at other items and at
+            those not kept is not looked at; shape (count,), int64.
+        storage_data: that of the final plan; ``columns.storage_data`` itself where it did not change.
+        path: what to call the final plan in errors.
+        strict: refuse what only pickle can carry.
+
+    Raises:
+        UnencodableError: if ``storage_data`` cannot travel.
+    """
+    positions = np.flatnonzero(kept)
+    hinted: npt.NDArray[np.bool_] = schema.type_codes[positions] != BYTE_IO_CODE
+    new_hints = hints[positions]
+    if columns.hints.count(None) != len(columns.hints):
+        old_hints = compress(columns.hints, kept.tolist())
+        is_other = [old != new for old, new in zip(old_hints, new_hints.tolist(), strict=True)]
+        hinted &= np.asarray(is_other, dtype=np.bool_)
+    new_hints = new_hints[hinted]
+    usable = decode_object(schema.usable_tree, path=f"{path}.usable")
+    return _encode_final_tree(
+        kept=kept,
+        hinted=hinted,
+        # None of them is None: the same as pack_optional_ints of a list, without the list.
+        hints=[None, pack_ints(new_hints)] if len(new_hints) else None,
+        new_positions=[],
+        new_items=[],
+        storage_data=None
+        if storage_data is columns.storage_data
+        else [encode_object(storage_data, path=f"{path}.storage_data", strict=strict)],
+        planner_data=None,
+        usable=encode_object(usable, path=f"{path}.usable", strict=strict),
+    )
+
+
+def _encode_final_tree(
+    *,
+    kept: npt.NDArray[np.bool_],
+    hinted: Sequence[bool] | npt.NDArray[np.bool_],
+    hints: Any,
+    new_positions: list[int],
+    new_items: list[Any],
+    storage_data: Any,
+    planner_data: Any,
+    usable: Any,
+) -> bytes:
+    tree = {
+        "base_count": len(kept),
+        "kept": pack_flags(kept),
+        "hinted": pack_flags(hinted),
+        "hints": hints,
+        "new_positions": pack_ints(new_positions),
+        "new_items": new_items,
+        "storage_data": storage_data,
+        "planner_data": planner_data,
+        "usable": usable,
     }
     return encode_message(Kind.FINAL_PLAN, tree)
 
