@@ -6,6 +6,7 @@ stays free to be as unusable as the demo wants it.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,11 +139,14 @@ def train(
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return every tensor and value of both, unsharded, under one flat name each; called on all ranks."""
+    """Return a copy of every tensor and value of both, unsharded, under one flat name each.
+
+    Called on all ranks.
+    """
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     state: dict[str, Any] = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
     state |= {
         f"optimizer.{name}": value
         for name, value in get_optimizer_state_dict(model, optimizer, options=flat).items()
     }
-    return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
+    return {name: v.full_tensor() if isinstance(v, DTensor) else deepcopy(v) for name, v in state.items()}
