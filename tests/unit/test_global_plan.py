@@ -301,7 +301,9 @@ def holders_and_sizes(draw):
     keys = draw(
         st.lists(
             st.tuples(
-                st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks), st.integers(0, 2)
+                st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks),
+                st.integers(0, 2),
+                st.sampled_from([0, 0, 1]),
             ),
             max_size=16,
         )
@@ -314,11 +316,23 @@ def holders_and_sizes(draw):
 def test_ties_go_where_a_set_of_ranks_sends_them(world):
     num_ranks, keys = world
     own = [[] for _ in range(num_ranks)]
-    for number, (holders, size) in enumerate(keys):
+    for number, (holders, base, step) in enumerate(keys):
         for rank in holders:
+            # Where ranks disagree about a size, the last rank's counts, whoever keeps the item.
+            size = (base + step * rank) % 3
             own[rank].append(tensor_item(f"w{number}", [0], [size], [size], kind=TENSOR))
     ours = check_like_torch([SavePlan(items, None, {}) for items in own])
     assert ours is not None
+
+
+def test_where_ranks_disagree_about_a_size_the_last_one_counts():
+    def items(own_size):
+        shared = tensor_item("shared", [0], [own_size], [own_size])
+        return [shared, *(tensor_item(f"w{number}", [0], [3], [3]) for number in range(4))]
+
+    ours = check_like_torch([SavePlan(items(1), None, {}), SavePlan(items(9), None, {})])
+    assert ours is not None
+    assert ours.kept(0).tolist() == [True, False, False, False, True]
 
 
 # -- single cases --------------------------------------------------------------------------------------
