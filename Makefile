@@ -24,7 +24,7 @@ demo: $(ENVIRONMENT) ## train, save, load and compare on this machine, in under 
 	$(PY) -m planner demo $(ARGS)
 
 test: $(ENVIRONMENT) ## run the tests
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 4 $(ARGS)
 
 check: $(ENVIRONMENT) ## formatting, lint and types
 	$(PY) -m ruff format --check .

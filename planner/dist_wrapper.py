@@ -262,7 +262,8 @@ class GlooDistWrapper(_DistWrapper):
             values = self._decode(received, mine)
             with exchange.working():
                 result = reduce_fun(values)
-            if not replies or _is_nothing(result):
+            is_nothing = reduce_fun is list and result == [None] * self._world_size
+            if not replies or is_nothing:
                 return None
             if not to_each:
                 return Reply(to_all=encode_reply(result, path=step, strict=strict))
@@ -279,8 +280,10 @@ class GlooDistWrapper(_DistWrapper):
             )
             if self.is_coordinator:
                 return result[self.rank] if to_each else result
-            if not reply:  # nothing but None came out, or this rank's own plan as it was
-                return mine if to_each else [None] * self._world_size if reduce_fun is list else None
+            if to_each and not reply:
+                return mine  # the plan as it was
+            if reply is None:
+                return [None] * self._world_size if reduce_fun is list else None
             try:
                 value = decode_value([reply], base=self._local_plan)
             except WireError as error:
@@ -330,7 +333,3 @@ class GlooDistWrapper(_DistWrapper):
             elif type(result) is LoadPlan and [replies[rank]] == received[rank]:
                 replies[rank] = b""  # as it was
         return replies
-
-
-def _is_nothing(result: Any) -> bool:
-    return result is None or (isinstance(result, list) and all(item is None for item in result))

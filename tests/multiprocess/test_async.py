@@ -122,9 +122,11 @@ def save_in_processes(rank, folder):
             **options,
         )
 
-    for number in range(2):
-        metadata = save(str(number), GlooCoordinatedPlanner(config=CONFIG)).result()
-        assert metadata == written(f"{folder}/{number}")
+    futures = [
+        save(str(number), GlooCoordinatedPlanner(config=CONFIG)) for number in range(3)
+    ]  # all in flight
+    for number, future in enumerate(futures):
+        assert future.result() == written(f"{folder}/{number}")
         check_loads(rank, f"{folder}/{number}")
     # A failure in the daemon is the same on each rank's future, and the daemon lives on.
     for kind in ("plain", "unpicklable"):
