@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import pickle  # noqa: TID251 - stock DCP's wire format is what is measured
+import pickle
 import platform
 import sys
 import time

@@ -7,7 +7,7 @@ in planner.exchange, and what bytes look like in planner.wire.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from planner.config import CoordinationConfig
 from planner.errors import WireError
 from planner.exchange import Exchange, Local, PeerFailures, Reply
 from planner.report import SaveReport
+from planner.wire.gc_pause import paused_gc
 from planner.wire.messages import decode_value, encode_reply, encode_value
 from planner.wire.plans import PlanSchema
 
@@ -239,7 +240,10 @@ class GlooDistWrapper(_DistWrapper):
 
         def produce() -> Local:
             nonlocal mine
-            with exchange.working():
+            # A load's local step unpickles the checkpoint's metadata, which takes the collector three times
+            # as long as it takes without, on every rank; none of it is garbage.
+            reads_metadata = self._operation == "load" and step == "plan"
+            with exchange.working(), paused_gc() if reads_metadata else nullcontext():
                 mine = map_fun()
             if type(mine) is SavePlan:
                 self._local_plan = mine
