@@ -16,13 +16,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from planner.channel import open_channel
+from planner.column_plans import LocalPlans, PendingItems, build_pending
 from planner.config import CoordinationConfig
-from planner.errors import WireError
+from planner.errors import UnencodableError, WireError
 from planner.exchange import Exchange, Local, PeerFailures, Reply
+from planner.lazy_metadata import read_metadata_later
 from planner.report import SaveReport
 from planner.wire.gc_pause import paused_gc
-from planner.wire.messages import decode_value, encode_reply, encode_value
-from planner.wire.plans import PlanSchema
+from planner.wire.messages import decode_value, encode_reply, encode_value, is_metadata, is_plan
+from planner.wire.plans import PlanColumns, PlanSchema, decode_plan_columns, decode_schema, encode_plan
 
 __all__ = ["GlooDistWrapper"]
 
@@ -263,9 +265,14 @@ class GlooDistWrapper(_DistWrapper):
                 with exchange.working():
                     result = {self.rank: reduce_fun([mine])[0]}
                 return None
-            values = self._decode(received, mine)
+            values: Sequence[Any] | None = None
+            is_pure = to_each and self._is_pure()
+            if is_pure and type(mine) is SavePlan:
+                values = self._decode_columns(received, mine)
+            if values is None:
+                values = self._decode(received, mine)
             with exchange.working():
-                result = reduce_fun(values)
+                result = reduce_fun(values)  # type: ignore[arg-type]  # DCP takes any sequence there
             is_nothing = reduce_fun is list and result == [None] * self._world_size
             if not replies or is_nothing:
                 return None
@@ -273,7 +280,7 @@ class GlooDistWrapper(_DistWrapper):
                 return Reply(to_all=encode_reply(result, path=step, strict=strict))
             if len(result) != self._world_size:
                 raise ValueError(f"step {step!r} made {len(result)} results for {self._world_size} ranks")
-            if not self._is_pure():  # differences are to what the ranks have, not to what became of it here
+            if not is_pure:  # differences are to what the ranks have, not to what became of it here
                 values = self._decode(received, mine)
             return Reply(to_each=self._encode_each(step, received, values, result))
 
@@ -283,18 +290,46 @@ class GlooDistWrapper(_DistWrapper):
                 step, produce, reduce, is_io=step in _IO_STEPS, asks_for_later=not leaves_plans
             )
             if self.is_coordinator:
-                return result[self.rank] if to_each else result
+                return build_pending(result[self.rank]) if to_each else result
             if to_each and not reply:
                 return mine  # the plan as it was
             if reply is None:
                 return [None] * self._world_size if reduce_fun is list else None
             try:
-                value = decode_value([reply], base=self._local_plan)
+                value = (
+                    read_metadata_later(reply)
+                    if is_metadata(reply)
+                    else decode_value([reply], base=self._local_plan)
+                )
             except WireError as error:
                 raise CheckpointException(step, {self.rank: _wrap_exception(error)}) from error
             if to_each and type(value) is SavePlan:
                 self._final_plan = value
             return value
+
+    def _decode_columns(self, received: list[list[bytes] | None], mine: SavePlan) -> LocalPlans | None:
+        """Return the ranks' local plans in columns, or None where some are no such plans."""
+        try:
+            own_parts = encode_plan(mine, path="plan of the coordinator", strict=True)
+        except UnencodableError:
+            return None  # it need not travel, and as it is it is no plan in columns
+        columns: list[tuple[PlanSchema, PlanColumns]] = []
+        damaged: dict[int, BaseException] = {}
+        schemas: dict[bytes, PlanSchema] = {}
+        for rank, parts in enumerate(received):
+            schema_frame, *bodies = own_parts if parts is None else parts or (b"",)
+            if not is_plan(schema_frame) or len(bodies) != 1:
+                return None
+            try:
+                if schema_frame not in schemas:
+                    schemas[schema_frame] = decode_schema(schema_frame)
+                schema = schemas[schema_frame]
+                columns.append((schema, decode_plan_columns(schema, bodies[0])))
+            except WireError as error:
+                damaged[rank] = error
+        if damaged:
+            raise PeerFailures(damaged)
+        return LocalPlans(columns, self.rank, mine)
 
     def _decode(self, received: list[list[bytes] | None], mine: Any) -> list[Any]:
         values: list[Any] = []
@@ -322,14 +357,20 @@ class GlooDistWrapper(_DistWrapper):
         results: Sequence[Any],
     ) -> dict[int, bytes]:
         replies = {}
-        for rank, (value, result) in enumerate(zip(values, results, strict=True)):
+        for rank, result in enumerate(results):
             if rank == self.rank:
                 continue
+            path = f"{step} for group rank {rank}"
+            if type(result) is SavePlan and isinstance(result.items, PendingItems):
+                replies[rank] = result.items.encode(result, path=path, strict=self._config.strict)
+                self._final_plans[rank] = result
+                continue
+            value = values[rank]
             is_plan = type(value) is SavePlan and type(result) is SavePlan
             replies[rank] = encode_reply(
                 result,
                 base=value if is_plan else None,
-                path=f"{step} for group rank {rank}",
+                path=path,
                 strict=self._config.strict,
             )
             if is_plan:

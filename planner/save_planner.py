@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+from planner.column_plans import LocalPlans
 from planner.config import CoordinationConfig
 from planner.coordinated import Coordinated
 from planner.wrapping import check_arguments, is_inherited, require
@@ -49,7 +50,7 @@ class GlooCoordinatedPlanner(SavePlanner, Coordinated):
         )
 
     def is_pure(self, storage: Any) -> bool:
-        """Whether the global step is DCP's own, which makes new plans and leaves the old ones alone."""
+        """Whether the global step is DCP's own: then it is done on columns, without looking inside plans."""
         hooks = (
             "create_global_plan",
             "_create_global_plan",
@@ -58,7 +59,9 @@ class GlooCoordinatedPlanner(SavePlanner, Coordinated):
         )
         is_planner_pure = all(is_inherited(self.inner, hook, DefaultSavePlanner) for hook in hooks)
         writers = (FileSystemWriter, HuggingFaceStorageWriter)
-        return is_planner_pure and any(is_inherited(storage, "prepare_global_plan", kind) for kind in writers)
+        if not is_planner_pure or self.inner._enable_plan_caching:  # noqa: SLF001 - DCP's own cache
+            return False
+        return any(is_inherited(storage, "prepare_global_plan", kind) for kind in writers)
 
     def set_up_planner(
         self,
@@ -82,6 +85,15 @@ class GlooCoordinatedPlanner(SavePlanner, Coordinated):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the inner planner's final plans, one for each rank, and metadata; coordinator only."""
+        if isinstance(all_plans, LocalPlans):
+            on_columns = all_plans.plan_globally(
+                to_lowest_rank=self.inner.dedup_save_to_lowest_rank,
+                merges_mappings=self.inner.flatten_state_dict,
+            )
+            if on_columns is not None:
+                self.inner.global_plan, self.inner.metadata = on_columns  # as DefaultSavePlanner does
+                return on_columns
+            all_plans = all_plans.build()
         outcome = self.inner.create_global_plan(all_plans)
         is_pair = isinstance(outcome, tuple) and len(outcome) == 2  # noqa: PLR2004 - plans and metadata
         require(self.inner, is_pair, "create_global_plan", "plans and metadata", outcome)

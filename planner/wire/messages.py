@@ -29,7 +29,7 @@ from planner.wire.plans import (
 )
 from planner.wire.results import decode_results, encode_results
 
-__all__ = ["decode_value", "encode_reply", "encode_value"]
+__all__ = ["decode_value", "encode_reply", "encode_value", "is_metadata", "is_plan"]
 
 _NUM_PLAN_PARTS = 2
 _KIND_AT = 6  # see planner.wire.frame; whether it is true is checked by the codec that it leads to
@@ -59,6 +59,16 @@ def encode_value(value: Any, *, base: SavePlan | None = None, path: str, strict:
     if type(value) is list and value and all(type(item) is WriteResult for item in value):
         return (encode_results(value, base, path=path, strict=strict),)
     return (encode_message(Kind.OBJECT, encode_object(value, path=path, strict=strict)),)
+
+
+def is_metadata(frame: bytes) -> bool:
+    """Whether ``frame`` says that it is metadata."""
+    return len(frame) > _KIND_AT and frame[_KIND_AT] == Kind.METADATA
+
+
+def is_plan(frame: bytes) -> bool:
+    """Whether ``frame`` says that it is the first part of a local plan."""
+    return len(frame) > _KIND_AT and frame[_KIND_AT] == Kind.PLAN_SCHEMA
 
 
 def encode_reply(value: Any, *, base: SavePlan | None = None, path: str, strict: bool) -> bytes:

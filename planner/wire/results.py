@@ -42,9 +42,10 @@ def _index_key(index: Any) -> _IndexKey | None:
 
 
 def _index_keys(base: SavePlan | None) -> list[_IndexKey | None]:
-    items = getattr(base, "items", None)
+    items: Any = getattr(base, "items", None)
     if type(items) is not list:
-        return []
+        # Items that are still in columns know their indices without being made.
+        return items.index_keys() if hasattr(items, "index_keys") else []
     return [_index_key(getattr(item, "index", None)) for item in items]
 
 

@@ -26,6 +26,7 @@ from planner import (
     register_codec,
 )
 from planner.channel import _channels
+from planner.column_plans import PendingItems
 from tests.support.ranks import run_ranks
 
 
@@ -357,3 +358,33 @@ def save_mutated(rank, folder):
 
 def test_a_global_step_that_changes_plans_in_place_reaches_the_ranks(tmp_path):
     run_ranks(save_mutated, 3, str(tmp_path))
+
+
+def save_on_columns(rank, folder):
+    results = {}
+    for name, inner, writer in (
+        ("pure", dcp.DefaultSavePlanner(), dcp.FileSystemWriter(f"{folder}/pure")),
+        ("own planner", MutatingPlanner(), dcp.FileSystemWriter(f"{folder}/planner")),
+        ("own writer", dcp.DefaultSavePlanner(), LookingWriter(f"{folder}/writer")),
+    ):
+        metadata = dcp.save(state_of(rank), storage_writer=writer, planner=GlooCoordinatedPlanner(inner))
+        results[name] = type(metadata).__name__
+        if rank == 0:
+            kinds = {type(plan.items) for plan in inner.global_plan}
+            assert kinds == ({PendingItems} if name == "pure" else {list}), (name, kinds)
+    return results
+
+
+class LookingWriter(dcp.FileSystemWriter):
+    """Looks inside all plans, as nothing forbids."""
+
+    def prepare_global_plan(self, plans):
+        assert sum(len(plan.items) for plan in plans) > 3
+        assert {type(item).__name__ for plan in plans for item in plan.items} == {"WriteItem"}
+        return super().prepare_global_plan(plans)
+
+
+def test_plans_are_made_on_the_coordinator_only_for_those_who_look_inside(tmp_path):
+    outcomes = run_ranks(save_on_columns, 3, str(tmp_path))
+    assert set(outcomes[0].value.values()) == {"Metadata"}
+    assert set(outcomes[1].value.values()) == {"_PendingMetadata"}
