@@ -223,6 +223,12 @@ class Channel:
             absent: the ranks that were not there.
         """
         ended = self.epoch
+        # What gloo left in the store for ranks to find each other, by device and rank.
+        self.litter += [
+            f"gloo/{ended}/{device}/{rank}"
+            for device in range(len(self._devices or ()))
+            for rank in range(self.world_size)
+        ]
         self._change_epoch(self.control.add("epoch", 1))
         fields = None if error is None else error.to_fields()
         self.control.put("current", pack([self.epoch, ended, list(absent), fields]))
