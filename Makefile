@@ -15,7 +15,7 @@ ENVIRONMENT :=
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test chaos check bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' Makefile
@@ -25,6 +25,9 @@ demo: $(ENVIRONMENT) ## train, save, load and compare on this machine, in under 
 
 test: $(ENVIRONMENT) ## run the tests
 	$(PY) -m pytest -n 4 $(ARGS)
+
+chaos: $(ENVIRONMENT) ## 200 saves with random faults (ARGS="--rounds 50 --seed 1")
+	$(PY) -m tests.chaos $(ARGS)
 
 check: $(ENVIRONMENT) ## formatting, lint and types
 	$(PY) -m ruff format --check .

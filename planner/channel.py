@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from planner.control import ControlPlane, Deadline
 from planner.errors import CoordinationError, CoordinationTimeout, TransportError, WireError
-from planner.group import GlooGroup, make_devices
+from planner.group import GlooGroup, check_descriptors, make_devices
 from planner.turns import Turns
 from planner.wire.envelope import Abort, Envelope, Moved, encode_verdict
 from planner.wire.frame import digest, pack, unpack
@@ -291,9 +291,12 @@ class Channel:
         """Find the interfaces to use, before anybody relies on this rank.
 
         Raises:
-            TransportError: this rank has no usable interface; names the variable or the host.
+            TransportError: this rank has no usable interface, or too few file descriptors; names the
+                variable, the host or the limit.
         """
         if self._devices is None:
+            if self.is_coordinator:
+                check_descriptors(self.world_size - 1)
             self._devices = make_devices()
 
     def open_group(self, timeout: timedelta) -> GlooGroup:

@@ -8,15 +8,17 @@ instead of W * (W - 1) / 2. Rule of this file: a group that failed once is never
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from planner.errors import TransportError
 
-__all__ = ["GlooGroup", "make_devices"]
+__all__ = ["GlooGroup", "check_descriptors", "make_devices"]
 
 _SOCKET_VARIABLE = "GLOO_SOCKET_IFNAME"
 _PROBE_TAG = 2**30 + 1  # beyond all tags of exchanges
@@ -48,6 +50,25 @@ def make_devices() -> list[ProcessGroupGloo.Device]:
             f"gloo cannot use {what}: {error}",
             advice=f"set {_SOCKET_VARIABLE} to an interface that every rank's host has (see `ip addr`)",
         ) from error
+
+
+def check_descriptors(num_needed: int) -> None:
+    """Check that this process may open ``num_needed`` more sockets, where the system tells.
+
+    Raises:
+        TransportError: names the limit, and how many are open and needed.
+    """
+    try:
+        num_open = len(list(Path("/proc/self/fd").iterdir()))
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    except (OSError, ValueError):
+        return  # not Linux; gloo will say what it lacks
+    if limit != resource.RLIM_INFINITY and num_open + num_needed > limit:
+        raise TransportError(
+            f"this process may have {limit:,} file descriptors (RLIMIT_NOFILE) and has {num_open:,} open, "
+            f"but the coordinator needs {num_needed:,} more, one for each other rank",
+            advice="raise the limit before the job starts, with `ulimit -n` or its like of your scheduler",
+        )
 
 
 class GlooGroup:

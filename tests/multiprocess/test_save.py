@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import pickle
+import resource
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from planner import (
     CoordinationConfig,
+    CoordinationMismatch,
     GlooCoordinatedLoadPlanner,
     GlooCoordinatedPlanner,
     TransportError,
@@ -237,6 +239,61 @@ def test_a_wrong_interface_on_one_rank_is_named_on_all(tmp_path):
     assert max(outcome.seconds for outcome in outcomes) < 20
     assert not (tmp_path / "first" / ".metadata").exists()
     assert (tmp_path / "second" / ".metadata").exists()
+
+
+def save_with_few_descriptors(rank, folder):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 0:
+        num_open = len(list(Path("/proc/self/fd").iterdir()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 5, before[1]))
+    with pytest.raises(CheckpointException, match=r"RLIMIT_NOFILE.*needs 7 more") as caught:
+        save(rank, f"{folder}/first")
+    assert list(caught.value.failures) == [0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    save(rank, f"{folder}/second")
+
+
+def test_too_few_file_descriptors_on_the_coordinator_are_named_on_all_ranks(tmp_path):
+    run_ranks(save_with_few_descriptors, 8, str(tmp_path))
+
+
+def save_in_two_threads(rank, folder):
+    """Model and optimizer at once, begun in opposite order on two ranks."""
+    ends = {}
+    config = CoordinationConfig(plan_timeout=timedelta(seconds=20))
+
+    def run(name):
+        try:
+            dcp.save(
+                state_of(rank),
+                checkpoint_id=f"{folder}/{name}",
+                planner=GlooCoordinatedPlanner(config=config),
+            )
+            ends[name] = "saved"
+        except CoordinationMismatch:
+            ends[name] = "mismatch"
+
+    save(rank, f"{folder}/zero")
+    (channel,) = _channels.values()
+    names = ["model", "optimizer"] if rank == 0 else ["optimizer", "model"]
+    threads = []
+    for name in names:
+        num_before = len(channel.turns._waiting)
+        threads.append(threading.Thread(target=run, args=(name,)))
+        threads[-1].start()
+        while name == names[0] and len(channel.turns._waiting) == num_before and threads[-1].is_alive():
+            pass  # the first has its turn before the second begins
+    for thread in threads:
+        thread.join()
+    save(rank, f"{folder}/after")
+    return ends
+
+
+def test_two_saves_at_once_in_opposite_order_are_refused_by_name_or_both_succeed(tmp_path):
+    ends = [outcome.value for outcome in run_ranks(save_in_two_threads, 2, str(tmp_path))]
+    assert ends[0] == ends[1]
+    for name, end in ends[0].items():
+        assert (tmp_path / name / ".metadata").exists() == (end == "saved")
 
 
 class Odd:
