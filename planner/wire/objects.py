@@ -255,14 +255,14 @@ class _Encoder:
             raise UnencodableError(
                 str(path), name, "no codec knows it and strict mode does not let it travel as pickle"
             )
-        if name not in _warned_types:
-            _warned_types.add(name)
-            _log.warning("%s of type %s has no codec and travels as pickle", path, name)
         try:
             data = pickle.dumps(value, protocol=4)
         except Exception as error:
             reason = f"it cannot be pickled ({type(error).__name__}: {error})"
             raise UnencodableError(str(path), name, reason) from error
+        if name not in _warned_types:
+            _warned_types.add(name)
+            _log.warning("%s of type %s has no codec and travels as pickle", path, name)
         return _ext(_Ext.PICKLED, [name, data])
 
 

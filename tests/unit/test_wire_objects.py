@@ -254,3 +254,12 @@ def test_extensions_nested_without_end_are_a_payload_error():
         tree = msgpack.ExtType(objects._Ext.TUPLE, pack([tree]))
     with pytest.raises(PayloadError):
         decode_object(tree, path="v")
+
+
+def test_what_cannot_be_pickled_either_is_not_said_to_travel(caplog):
+    class Local:
+        """Pickle finds no class of this name."""
+
+    with pytest.raises(UnencodableError):
+        encode_object(Local(), path="plan", strict=False)
+    assert not caplog.records
