@@ -3,7 +3,12 @@
 ``dcp.save(state_dict, checkpoint_id=..., planner=GlooCoordinatedPlanner())`` is all there is to do.
 """
 
-from planner import seam as _seam
+from planner.errors import UnsupportedTorchError
+
+try:
+    from planner import seam as _seam
+except (ImportError, AttributeError) as _error:  # a private name that we import is gone
+    raise UnsupportedTorchError([str(_error)]) from _error
 
 # Now, so that a torch we cannot work with is refused here and not in the middle of a save, and so that
 # in the process of an asynchronous save the arrival of a planner is enough.
@@ -22,7 +27,6 @@ from planner.errors import (  # noqa: E402
     RemoteError,
     TransportError,
     UnencodableError,
-    UnsupportedTorchError,
     WireError,
 )
 from planner.load_planner import GlooCoordinatedLoadPlanner  # noqa: E402

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint import utils as dcp_utils
 from torch.distributed.checkpoint.utils import _DistWrapper
@@ -256,6 +256,14 @@ def find_problems() -> list[str]:
         (Store, "clone"),
         (Store, "multi_set"),
         (Store, "check"),
+        (Store, "multi_get"),
+        (Store, "add"),
+        (Store, "delete_key"),
+        (ProcessGroupGloo, "_Options"),
+        (ProcessGroupGloo, "create_device"),
+        (ProcessGroupGloo, "create_default_device"),
+        (ProcessGroupGloo, "send"),
+        (ProcessGroupGloo, "recv"),
     ):
         if not hasattr(owner, name):
             problems.append(f"{owner.__name__}.{name} is missing")

@@ -1,0 +1,81 @@
+"""What the seam replaces, and how it refuses a torch that it does not know; each in a process of its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+UNKNOWN_TORCHES = {
+    "a method with another parameter": (
+        (
+            "from torch.distributed.checkpoint.utils import _DistWrapper as W\n"
+            "W.all_reduce = lambda self, step, map_fun, reduce_fun, extra: None"
+        ),
+        "_DistWrapper.all_reduce has parameters",
+    ),
+    "a new method": (
+        "from torch.distributed.checkpoint.utils import _DistWrapper as W\nW.all_to_all = lambda self: None",
+        "methods that are new to us: ['all_to_all']",
+    ),
+    "a saver without the planner": (
+        (
+            "import torch.distributed.checkpoint.state_dict_saver as s\n"
+            "s._save_state_dict = lambda state_dict, storage_writer, process_group: s._DistWrapper"
+        ),
+        "lacks the parameters ['planner']",
+    ),
+    "a saver that makes no wrapper": (
+        (
+            "import torch.distributed.checkpoint.state_dict_saver as s\n"
+            "s._save_state_dict = lambda state_dict, storage_writer, process_group, planner: None"
+        ),
+        "does not look up _DistWrapper by name",
+    ),
+    "a private name is gone": (
+        "import torch.distributed.checkpoint.filesystem as f\ndel f._StorageInfo",
+        "_StorageInfo",
+    ),
+    "no asynchronous executors": (
+        "import torch.distributed.checkpoint._async_process_executor as a\ndel a._CHECKPOINT_PROCESS",
+        "_CHECKPOINT_PROCESS is missing",
+    ),
+}
+
+PROBE = """
+import torch.distributed.checkpoint.state_dict_saver as saver
+import torch.distributed.checkpoint.state_dict_loader as loader
+{change}
+before = (saver._DistWrapper, loader._DistWrapper, saver.__dict__.get("_save_state_dict"))
+try:
+    import planner
+except ImportError as error:
+    assert type(error).__name__ == "UnsupportedTorchError", repr(error)
+    assert before == (saver._DistWrapper, loader._DistWrapper, saver.__dict__.get("_save_state_dict"))
+    print(error)
+else:
+    print("imported")
+"""
+
+
+def probe(change):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROBE.format(change=change)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", UNKNOWN_TORCHES)
+def test_a_torch_that_differs_is_refused_at_import_by_name_and_left_untouched(name):
+    change, expected = UNKNOWN_TORCHES[name]
+    text = probe(change)
+    assert expected in text
+    assert "process_group=" in text  # the way out
+
+
+def test_this_torch_is_known():
+    assert probe("") == "imported\n"
