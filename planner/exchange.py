@@ -149,11 +149,11 @@ class Exchange:
             self._await_turn(deadline)
             deadline.restart()
             self._enter_epoch(deadline)
+            self._pulse = _Pulse(self._channel, self._config.plan_timeout)
         except BaseException as error:
             self._channel.turns.end(self._turn)
             self._name(error)
             raise
-        self._pulse = _Pulse(self._channel, self._config.plan_timeout)
         return self
 
     def _await_turn(self, waited: Deadline) -> None:
@@ -213,7 +213,17 @@ class Exchange:
             error = error.failures[self._channel.group_rank][0]
         if self._channel.is_coordinator:
             frame = self._encode(error)
-            self._end(Abort(step=self._identity.phase, failures=[(frame, [self._channel.group_rank])]), None)
+            if self._num_exchanges <= 1:
+                keys = {rank: self._up_key(0, rank) for rank in self._channel.peers}
+                there = self._control.present(list(keys.values()))
+                self._absent = tuple(rank for rank, is_there in zip(keys, there, strict=True) if not is_there)
+            ended = self._describe(
+                CoordinationError,
+                f"the coordinator left it before this rank came: {_show(error)}",
+                ranks=self._absent,
+                advice="see the coordinator's log; saving again works",
+            )
+            self._end(Abort(step=self._identity.phase, failures=[(frame, [self._channel.group_rank])]), ended)
             return
         self._put_failed(self._num_exchanges, error)
         # This closes the group too: the coordinator may be about to receive from this rank.
@@ -592,7 +602,9 @@ class Exchange:
         return received
 
     def _gather_later(self, number: int, ranks: Sequence[int]) -> dict[int, bytes]:
-        parts = {}
+        parts: dict[int, bytes] = {}
+        if not ranks:  # so that an exchange of envelopes alone makes no group
+            return parts
         try:
             group = self._channel.open_group(self._config.plan_timeout)
             deadline = Deadline(self._config.plan_timeout)
@@ -670,7 +682,7 @@ class Exchange:
             abort,
             self._describe(
                 CoordinationError,
-                f"it failed on group ranks {format_ranks(failures)} before this rank came: {first!r}",
+                f"it failed on group ranks {format_ranks(failures)} before this rank came: {_show(first)}",
                 ranks=self._absent,
                 advice="see those ranks' logs; saving again works",
             ),
@@ -725,8 +737,12 @@ class Exchange:
         names = ["alarm", "quit", *(f"v/{number}" for number in range(self._num_verdicts + 1))]
         names.append(f"u/{self._num_exchanges - 1}/{self._channel.group_rank}")
         self._channel.litter += [f"{self._base}{name}" for name in names]
-        self._channel.begin_epoch(ended, self._absent if self._num_exchanges <= 1 else ())
-        self._control.put(self._verdict_key(self._num_verdicts), encode_verdict(abort))
+        try:
+            self._channel.begin_epoch(ended, self._absent if self._num_exchanges <= 1 else ())
+            self._control.put(self._verdict_key(self._num_verdicts), encode_verdict(abort))
+        except TransportError:
+            # The cause of the abort is raised here all the same; the others meet the lost store themselves.
+            _logger.warning("could not tell the other ranks that %s ends", self._identity, exc_info=True)
 
     def _raise_abort(self, abort: Abort) -> NoReturn:
         if abort.error is not None:
@@ -785,6 +801,14 @@ class Exchange:
         described = self._describe(type(error), error.summary, ranks=error.ranks, advice=error.advice)
         described.__cause__ = error
         return described
+
+
+def _show(error: BaseException) -> str:
+    """Write an exception shortly, whatever its ``repr`` does."""
+    try:
+        return repr(error)[:300]
+    except Exception:  # noqa: BLE001 - this must not hide what it is about
+        return type(error).__name__
 
 
 def _choose_parts(envelopes: Mapping[int, Envelope]) -> tuple[dict[int, list[int]], Send]:

@@ -13,11 +13,14 @@ from torch.distributed.tensor import Shard
 
 from planner import (
     CoordinationConfig,
+    CoordinationError,
     CoordinationMismatch,
     CoordinationTimeout,
     GlooCoordinatedLoadPlanner,
     GlooCoordinatedPlanner,
 )
+from planner.channel import _channels
+from planner.exchange import Exchange
 from tests.multiprocess.test_parity import bits, emptied
 from tests.support.faults import KINDS, failing
 from tests.support.ranks import run_ranks
@@ -43,6 +46,51 @@ def save_and_load_all(rank, folder):
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_loads_complete_on_a_group_that_refuses_and_no_plan_travels(world_size, tmp_path):
     run_ranks(save_and_load_all, world_size, str(tmp_path), timeout=120)
+
+
+def load_only(rank, folder):
+    target = {"a": torch.zeros(8, 3)}
+    dcp.load(target, checkpoint_id=folder, planner=GlooCoordinatedLoadPlanner())
+    assert torch.equal(target["a"], full_state()["a"])
+    (channel,) = _channels.values()
+    return channel._group is None
+
+
+def test_a_load_alone_makes_no_gloo_group(tmp_path):
+    run_ranks(save_sharded, 2, str(tmp_path))
+    assert all(outcome.value for outcome in run_ranks(load_only, 3, str(tmp_path)))
+
+
+def interrupt_the_coordinator(rank, folder, late):
+    """The coordinator is interrupted while it waits for a rank; that rank must not join the next save."""
+    dcp.save(full_state(), checkpoint_id=folder, planner=GlooCoordinatedPlanner(config=SHORT))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == late:
+        while store.add("left", 0) < 2:
+            pass
+    if rank == 0:
+        original = Exchange._collect
+
+        def interrupted(self, *args):
+            raise KeyboardInterrupt
+
+        Exchange._collect = interrupted
+    with pytest.raises((KeyboardInterrupt, CheckpointException)) as caught:
+        dcp.save(full_state(), checkpoint_id=folder, planner=GlooCoordinatedPlanner(config=SHORT))
+    if rank == late:
+        assert type(caught.value) is CoordinationError
+        assert "KeyboardInterrupt" in str(caught.value)
+    if rank == 0:
+        Exchange._collect = original
+    store.add("left", 1)
+    while store.add("left", 0) < 3:
+        pass
+    dcp.save(full_state(), checkpoint_id=folder, planner=GlooCoordinatedPlanner(config=SHORT))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_rank_late_to_a_save_that_the_coordinator_was_interrupted_in_is_told_so(tmp_path):
+    run_ranks(interrupt_the_coordinator, 3, str(tmp_path), 2)
 
 
 def load_beside_a_wedged_group(rank, folder):
