@@ -11,7 +11,7 @@ Keys, below one namespace for each (members, coordinator):
     current               the epoch, and how the one before it ended; written by the coordinator
     hello/RANK            token of the latest life of that rank
     welcome/TOKEN         [epoch, save number], written by the coordinator, deleted by the rank
-    life/RANK             a sign of life: [epoch, save number, counter]
+    life/RANK             a sign of life: [epoch, save number, counter, what it is doing]
     s/EPOCH/SAVE/quit     there when a rank left that save without a verdict
     s/EPOCH/SAVE/...      the exchanges of one save, see planner.exchange
     gloo/EPOCH/...        gloo's own rendezvous
@@ -78,6 +78,7 @@ class Channel:
         self._group: GlooGroup | None = None
         self._devices: Sequence[Any] | None = None
         self.litter: list[str] = []
+        self.activity = "entering"  # for the other ranks' logs
         self._tokens: dict[int, bytes] = {}  # coordinator: the latest token of each rank it has answered
         self._must_move = False  # this rank left the epoch without a verdict
         self._informed_epoch = 0  # the latest epoch whose end this rank has heard of by a verdict
@@ -270,7 +271,8 @@ class Channel:
 
     def beat(self, count: int) -> None:
         """Show life."""
-        self.control.put(f"life/{self.group_rank}", pack([self.epoch, self.save_number, count]))
+        record = [self.epoch, self.save_number, count, self.activity]
+        self.control.put(f"life/{self.group_rank}", pack(record))
 
     def lives(self, ranks: Sequence[int]) -> list[bytes]:
         """Return the latest sign of life of each of ``ranks``, empty bytes where there was none."""
@@ -284,6 +286,10 @@ class Channel:
     def is_in_this_save(self, life: bytes) -> bool:
         """Whether a sign of life comes from the save this rank is in."""
         return bool(life) and unpack(life)[:2] == [self.epoch, self.save_number]
+
+    def activity_in(self, life: bytes) -> str:
+        """Return what a rank was doing when it gave this sign of life."""
+        return str(unpack(life)[3]) if life else "not there yet"
 
     # -- the gloo group ----------------------------------------------------------------------------
 

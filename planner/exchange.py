@@ -271,7 +271,9 @@ class Exchange:
         start = time.monotonic()
         try:
             deadline = Deadline(self._config.io_timeout if is_io else self._config.plan_timeout)
+            self._channel.activity = f"in its own part of phase {step!r}"
             local = self._produce(produce, is_first=number == 0)
+            self._channel.activity = f"waiting in phase {step!r}"
             self._identity = Identity(self._operation, self._checkpoint, step, local.mode)
             if self._channel.is_coordinator:
                 self._coordinate(number, reduce, deadline, asks_for_later=asks_for_later)
@@ -359,6 +361,8 @@ class Exchange:
         was_here = False
         is_lost: list[int] = []
         probe = Deadline(_PROBE)
+        progress = Deadline(self._config.progress_interval)
+        waiting = Deadline(None)
 
         def tick() -> bool:
             nonlocal last_life, was_here
@@ -369,6 +373,14 @@ class Exchange:
                 if channel.is_in_this_save(life):
                     was_here = True
                     deadline.restart()
+            if progress.is_over:
+                progress.restart()
+                _logger.info(
+                    "%s: waiting for %.0f s for the coordinator, which is %s",
+                    self._identity,
+                    waiting.elapsed.total_seconds(),
+                    channel.activity_in(life),
+                )
             if probe.is_over:
                 probe.restart()
                 is_lost[:] = channel.find_lost([channel.coordinator])
@@ -458,6 +470,7 @@ class Exchange:
         if number == 0:
             self._control.delete(channel.take_litter())  # all are past the save before
         received = self._receive(number, envelopes, asks_for_later=asks_for_later)
+        channel.activity = f"reducing what all ranks sent in phase {self._identity.phase!r}"
         try:
             reply = reduce(received)
         except PeerFailures as peers:

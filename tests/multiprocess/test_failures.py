@@ -1,6 +1,8 @@
 """One rank's failure is everybody's, with its cause, within seconds; and the next save works."""
 
+import logging
 import pickle
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -381,3 +383,65 @@ def send_other_lengths(rank, folder):
 
 def test_frames_of_another_length_are_refused_and_named(tmp_path):
     run_ranks(send_other_lengths, WORLD, str(tmp_path))
+
+
+class SlowWriter(dcp.FileSystemWriter):
+    """Takes its time on one rank, in ``write_data`` or in ``finish``."""
+
+    def __init__(self, folder, where, rank, seconds):
+        super().__init__(folder, sync_files=False)
+        self.where, self.slow_rank, self.seconds = where, rank, seconds
+
+    def _take_time(self, where):
+        if where == self.where and dist.get_rank() == self.slow_rank:
+            threading.Event().wait(self.seconds)
+
+    def write_data(self, plan, planner):
+        self._take_time("write_data")
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata, results):
+        self._take_time("finish")
+        super().finish(metadata, results)
+
+
+def collect_log():
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("planner").addHandler(handler)
+    logging.getLogger("planner").setLevel(logging.INFO)
+    return records
+
+
+def write_slowly(rank, folder):
+    log = collect_log()
+    quick = timedelta(seconds=1)
+    # A living rank is waited for beyond plan_timeout, and who waits says for whom.
+    patient = CoordinationConfig(plan_timeout=timedelta(seconds=2), progress_interval=quick)
+    for where, slow in (("write_data", 1), ("finish", 0)):
+        writer = SlowWriter(f"{folder}/{where}", where, slow, 5.0)
+        planner = GlooCoordinatedPlanner(config=patient)
+        dcp.save(state_of(rank), storage_writer=writer, planner=planner)
+        if where == "write_data" and rank == 0:
+            waits = [text for text in log if "waiting for 1 of 3 ranks" in text]
+            assert 2 <= len(waits) <= 6, log
+            assert all("not there: group ranks 1" in text for text in waits)
+            assert planner.report.phases[1].last_ranks[-1] == 1
+    if rank == 2:
+        assert any("the coordinator, which is waiting in phase 'write'" in text for text in log), log
+        assert any("which is reducing what all ranks sent in phase 'write'" in text for text in log), log
+    # With io_timeout it is not.
+    strict = CoordinationConfig(plan_timeout=timedelta(seconds=20), io_timeout=timedelta(seconds=2))
+    writer = SlowWriter(f"{folder}/late", "write_data", 1, 5.0)
+    start = time.monotonic()
+    with pytest.raises(CoordinationTimeout, match="did not finish in time") as caught:
+        dcp.save(state_of(rank), storage_writer=writer, planner=GlooCoordinatedPlanner(config=strict))
+    assert list(caught.value.ranks) == [1]
+    assert time.monotonic() - start < 8
+    assert not Path(folder, "late", ".metadata").exists()
+    check_that_saving_works(rank, f"{folder}/after")
+
+
+def test_a_slow_living_rank_is_waited_for_and_named_in_the_log_unless_io_timeout_ends_it(tmp_path):
+    run_ranks(write_slowly, WORLD, str(tmp_path))
