@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextvars
 import inspect
 import sys
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import _async_process_executor, state_dict_saver
 from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
 from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.distributed_c10d import _get_default_group
 
@@ -49,14 +50,18 @@ class _ThreadExecutor(_ThreadBasedAsyncCheckpointExecutor):
         if not isinstance(planner, Coordinated):
             return super().execute_save(staging_future_or_state_dict, **options)
         channel = _channel_of(options)
-        turn = None if channel is None else channel.turns.take()
-        options["planner"] = ours = planner.copy_for_one_save(channel_turn=turn)
+        reserved = None if channel is None else (channel, channel.turns.take())
+        options["planner"] = ours = planner.copy_for_one_save(reserved=reserved)
 
-        def end_turns(_: object = None) -> None:
-            # Where staging failed the save never began, and its turns are still to be given back.
+        def end_turns(future: Future[Any] | None = None) -> None:
             planner.turns.end(ours.planner_turn)
-            if channel is not None:
-                channel.turns.end(turn)
+            if reserved is None:
+                return
+            try:
+                if future is not None and not ours.has_begun:
+                    _leave_save(reserved, planner.config, options.get("process_group"), future)
+            finally:
+                reserved[0].turns.end(reserved[1])
 
         try:
             future = super().execute_save(staging_future_or_state_dict, **options)
@@ -122,6 +127,25 @@ class _ProcessExecutor(_ProcessBasedAsyncCheckpointExecutor):
             return super()._execute_save_impl(**options)
         finally:
             _daemon_turns.end(turn)
+
+
+def _leave_save(
+    reserved: tuple[Channel, object],
+    config: CoordinationConfig,
+    group: dist.ProcessGroup | None,
+    future: Future[Any],
+) -> None:
+    """Tell the other ranks of a save that ended here before it began, as when staging fails."""
+    error = CancelledError() if future.cancelled() else future.exception()
+    if error is None:
+        return
+    # Without a checkpoint's name, which only its storage knows: a failure is told all the same.
+    wrapper = GlooDistWrapper(group, use_dist=True, coordinator_rank=0, operation="save", config=config)
+    try:
+        wrapper.begin(reserved)
+    except CheckpointException:
+        return  # then they know better than we why it ended
+    wrapper.end(error)
 
 
 def _channel_of(options: dict[str, Any]) -> Channel | None:

@@ -9,6 +9,7 @@ Keys, below one namespace for each (members, coordinator):
 
     epoch                 counter of epochs
     current               the epoch, and how the one before it ended; written by the coordinator
+    given up              the checkpoint of a first save that ranks gave up without the coordinator
     hello/RANK            token of the latest life of that rank
     welcome/TOKEN         [epoch, save number], written by the coordinator, deleted by the rank
     life/RANK             a sign of life: [epoch, save number, counter, what it is doing]
@@ -41,6 +42,8 @@ from planner.wire.envelope import Abort, Envelope, Moved, encode_verdict
 from planner.wire.frame import digest, pack, unpack
 
 __all__ = ["Channel", "open_channel"]
+
+_GIVEN_UP_KEY = "given up"
 
 _logger = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ class Channel:
         self._devices: Sequence[Any] | None = None
         self.litter: list[str] = []
         self.activity = "entering"  # for the other ranks' logs
+        self._welcoming = threading.Lock()
         self._tokens: dict[int, bytes] = {}  # coordinator: the latest token of each rank it has answered
         self._must_move = False  # this rank left the epoch without a verdict
         self._informed_epoch = 0  # the latest epoch whose end this rank has heard of by a verdict
@@ -109,7 +113,7 @@ class Channel:
         if self.is_coordinator:
             self._enter_coordinator(checkpoint)
         elif self.epoch == 0:
-            self._join(deadline)
+            self._join(checkpoint, deadline)
         else:
             self._follow(checkpoint, deadline)
             self.control.delete(self.take_litter())
@@ -118,6 +122,11 @@ class Channel:
     def _enter_coordinator(self, checkpoint: str) -> None:
         if self.epoch == 0:
             self.begin_epoch(None)
+            given_up = self.control.read(_GIVEN_UP_KEY)
+            self.control.delete([_GIVEN_UP_KEY])
+            if given_up is not None and given_up == checkpoint.encode(errors="replace"):
+                self._excused = True
+                raise self._came_late(checkpoint)
         else:
             was_late = self.control.exists([self.save_key("quit", offset=1)])
             is_worn = self._group is not None and self._group.is_worn
@@ -125,47 +134,55 @@ class Channel:
                 self._renew(checkpoint, was_late=was_late)
         self.save_number += 1
 
-    def _renew(self, checkpoint: str, *, was_late: bool) -> None:
-        """Begin a new epoch: ranks left the last save, or gave up on this one, or the group is worn."""
-        abandoned = self._find_checkpoint_of_next_save() if was_late else None
-        verdict_key = self.save_key("v/0", offset=1)
-        self.litter += [self.save_key("quit"), self.save_key("quit", offset=1), verdict_key]
-        if abandoned != checkpoint or self._excused:
-            self.begin_epoch(None)
-            self.control.put(verdict_key, encode_verdict(Moved()))
-            return
+    def _came_late(self, checkpoint: str) -> CoordinationTimeout:
         # Going on with a save that others have given up could mix two states in one checkpoint.
         # Raise once: if the others are by now in another save to the same place, the next one works.
-        self._excused = True
-        error = CoordinationTimeout(
+        return CoordinationTimeout(
             "the other ranks gave up waiting for the coordinator",
             checkpoint=checkpoint,
             phase="enter",
             ranks=[self.coordinator],
             advice="find out why the coordinator came late to the save; saving again works",
         )
-        self.begin_epoch(error)
+
+    def _renew(self, checkpoint: str, *, was_late: bool) -> None:
+        """Begin a new epoch: ranks left the last save, or gave up on this one, or the group is worn."""
+        envelopes = self._read_envelopes_of_next_save() if was_late else {}
+        if any(envelope.failure is not None for envelope in envelopes.values()):
+            return  # a rank failed before we came, and that is what all must hear of: enter, and find it
+        abandoned = {envelope.identity.checkpoint for envelope in envelopes.values()}
+        verdict_key = self.save_key("v/0", offset=1)
+        self.litter += [self.save_key("quit"), self.save_key("quit", offset=1), verdict_key]
+        if checkpoint not in abandoned or self._excused:
+            self.begin_epoch(None)
+            self.control.put(verdict_key, encode_verdict(Moved()))
+            return
+        self._excused = True
+        error = self._came_late(checkpoint)
+        self.begin_epoch(error, [rank for rank in self.peers if rank not in envelopes])
         self.control.put(verdict_key, encode_verdict(Abort(error=error.to_fields())))
         raise error
 
-    def _find_checkpoint_of_next_save(self) -> str | None:
+    def _read_envelopes_of_next_save(self) -> dict[int, Envelope]:
         keys = [self.save_key(f"u/0/{rank}", offset=1) for rank in self.peers]
         there = self.control.present(keys)
-        for data in self.control.read_many(
-            [key for key, is_there in zip(keys, there, strict=True) if is_there]
-        ):
+        here = [(rank, key) for rank, key, is_there in zip(self.peers, keys, there, strict=True) if is_there]
+        envelopes = {}
+        for (rank, _), data in zip(here, self.control.read_many([key for _, key in here]), strict=True):
             with suppress(WireError):
-                return Envelope.decode(data).identity.checkpoint
-        return None
+                envelopes[rank] = Envelope.decode(data)
+        return envelopes
 
-    def _join(self, deadline: Deadline) -> None:
+    def _join(self, checkpoint: str, deadline: Deadline) -> None:
         token = secrets.token_bytes(16)
         self.control.put(f"hello/{self.group_rank}", token)
         key = f"welcome/{token.hex()}"
         if not self.control.wait([key], tick=lambda: not deadline.is_over):
+            self.control.put(_GIVEN_UP_KEY, checkpoint.encode(errors="replace"))
             raise self._coordinator_missing(deadline)
         self.epoch, self.save_number = (int(number) for number in unpack(self.control.read_many([key])[0]))
         self.control.delete([key])
+        self._check_missed(checkpoint, self._read_current())
 
     def _follow(self, checkpoint: str, deadline: Deadline) -> None:
         if self._must_move and not self.control.wait_until(
@@ -175,15 +192,18 @@ class Channel:
         current = self._read_current()
         if current.epoch != self.epoch:
             self._change_epoch(current.epoch)
-            error = current.error
-            is_news = current.ended_epoch != self._informed_epoch and self.group_rank in current.absent
-            if error is not None and is_news and error.checkpoint == checkpoint and not self._excused:
-                # The others gave up this save, or one to the same place, because this rank was not
-                # there; joining whatever they do next could mix two states in one checkpoint. Raise
-                # once: a rank that skipped that save altogether is in step again with the next.
-                self._excused = True
-                raise error
+            self._check_missed(checkpoint, current)
         self.save_number += 1
+
+    def _check_missed(self, checkpoint: str, current: _Current) -> None:
+        error = current.error
+        is_news = current.ended_epoch != self._informed_epoch and self.group_rank in current.absent
+        if error is not None and is_news and error.checkpoint == checkpoint and not self._excused:
+            # The others gave up this save, or one to the same place, because this rank was not
+            # there; joining whatever they do next could mix two states in one checkpoint. Raise
+            # once: a rank that skipped that save altogether is in step again with the next.
+            self._excused = True
+            raise error
 
     def _coordinator_missing(self, deadline: Deadline) -> CoordinationTimeout:
         return CoordinationTimeout(
@@ -199,6 +219,10 @@ class Channel:
 
     def welcome(self, ranks: Iterable[int]) -> None:
         """Answer those of ``ranks`` that have handed in a new token; coordinator only."""
+        with self._welcoming:
+            self._welcome(ranks)
+
+    def _welcome(self, ranks: Iterable[int]) -> None:
         keys = {rank: f"hello/{rank}" for rank in ranks}
         there = self.control.present(list(keys.values()))
         here = [rank for rank, is_there in zip(keys, there, strict=True) if is_there]
@@ -289,7 +313,8 @@ class Channel:
 
     def activity_in(self, life: bytes) -> str:
         """Return what a rank was doing when it gave this sign of life."""
-        return str(unpack(life)[3]) if life else "not there yet"
+        record = unpack(life) if life else []
+        return str(record[-1]) if record else "not there yet"
 
     # -- the gloo group ----------------------------------------------------------------------------
 

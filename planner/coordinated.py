@@ -45,21 +45,24 @@ class Coordinated:
         self._set_up(state)
 
     def copy_for_one_save(
-        self, *, channel_turn: object | None = None, expected_world: tuple[int, int] | None = None
+        self, *, reserved: tuple[Any, object] | None = None, expected_world: tuple[int, int] | None = None
     ) -> Self:
         """Return a planner that shares ``inner`` and its turns and stands for one save in the background."""
         other = copy.copy(self)
         other.turns = self.turns
         other.planner_turn = self.turns.take()
-        other.channel_turn, other.expected_world = channel_turn, expected_world
+        other.reserved, other.expected_world = reserved, expected_world
         other.asked_as = self
         return other
 
     report: SaveReport | None = None
     """What the latest save or load with this planner cost this rank; None before the first has ended."""
 
-    channel_turn: object | None = None
-    """Taken from the channel for this planner's one save, where that runs in the background."""
+    reserved: tuple[Any, object] | None = None
+    """A channel, and the turn taken from it for this planner's one save in the background."""
+
+    has_begun: bool = False
+    """Whether that save has come to use its turn."""
 
     planner_turn: object | None = None
     """Taken from ``turns`` for the same."""

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from planner.channel import open_channel
+from planner.channel import Channel, open_channel
 from planner.column_plans import LocalPlans, PendingItems, build_pending
 from planner.config import CoordinationConfig
 from planner.errors import UnencodableError, WireError
@@ -84,6 +84,9 @@ class GlooDistWrapper(_DistWrapper):
                 f"global rank {dist.get_rank()} is not a member of the process group with ranks "
                 f"{dist.get_process_group_ranks(group)}; only members may save or load with it"
             )
+        num_members = dist.get_world_size(group) if use_dist else 1
+        if not 0 <= coordinator_rank < num_members:
+            raise ValueError(f"coordinator_rank is {coordinator_rank}, but the group has {num_members} ranks")
         super().__init__(group, use_dist, coordinator_rank)
         self._operation = operation
         self._checkpoint = checkpoint
@@ -91,7 +94,7 @@ class GlooDistWrapper(_DistWrapper):
         self._leaves_plans = leaves_plans
         self._is_pure = is_pure
         self._mode_of = mode_of
-        self._world_size = dist.get_world_size(group) if use_dist else 1
+        self._world_size = num_members
         # With one member the stock class's local branches are all there is to do.
         self.use_dist = use_dist and self._world_size > 1
         self._session: Exchange | None = None
@@ -101,14 +104,14 @@ class GlooDistWrapper(_DistWrapper):
 
     # -- the whole of one save or load -------------------------------------------------------------
 
-    def begin(self, turn: object | None = None) -> None:
+    def begin(self, reserved: tuple[Channel, object] | None = None) -> None:
         """Enter one save or load, of which all calls up to ``end`` are parts; see ``Exchange``.
 
         Args:
-            turn: taken from the channel's ``turns`` before; None to take one now.
+            reserved: a turn, and the channel that it was taken from; None to take one now.
         """
         if self.use_dist:
-            self._session = self._new_exchange(turn).__enter__()
+            self._session = self._new_exchange(reserved).__enter__()
 
     def end(self, error: BaseException | None) -> SaveReport:
         """End what ``begin`` began; an ``error`` that the other ranks do not know of reaches them."""
@@ -126,9 +129,10 @@ class GlooDistWrapper(_DistWrapper):
             with self._new_exchange() as exchange:
                 yield exchange
 
-    def _new_exchange(self, turn: object | None = None) -> Exchange:
+    def _new_exchange(self, reserved: tuple[Channel, object] | None = None) -> Exchange:
+        channel, turn = reserved or (open_channel(self.group, self.coordinator_rank), None)
         return Exchange(
-            open_channel(self.group, self.coordinator_rank),
+            channel,
             operation=self._operation,
             checkpoint=self._checkpoint,
             config=self._config,

@@ -64,6 +64,7 @@ _logger = logging.getLogger(__name__)
 
 _FAILURE_GRACE = timedelta(seconds=2)  # after a first failure, for other ranks to report theirs
 _VERDICT_GRACE = timedelta(seconds=5)  # after giving up, for the coordinator to say why
+_WELCOME = timedelta(milliseconds=50)  # between looks of a coordinator for ranks in their first save
 _BEAT = timedelta(seconds=5)
 _PROBE = timedelta(seconds=1)  # between looks whether a connection has ended
 _PROBE_OF_MANY = timedelta(seconds=5)  # the same by a coordinator of
@@ -128,6 +129,7 @@ class Exchange:
         self._checkpoint = checkpoint
         self.report = SaveReport(operation, checkpoint, channel.world_size)
         self._base = ""
+        self._quit_before = ""
         self._absent: tuple[int, ...] = ()  # coordinator: who had not arrived when it stopped waiting
         self._concluded = False  # an abort verdict was given or taken: all ranks know
         self._num_exchanges = 0
@@ -147,12 +149,23 @@ class Exchange:
         self._start = time.monotonic()
         try:
             self._await_turn(deadline)
+            if not self._channel.is_current:
+                raise CoordinationError(
+                    "the job's process groups were destroyed, or made anew, while this waited for its turn",
+                    ranks=[self._channel.group_rank],
+                    advice="wait for the futures of asynchronous saves before destroying process groups",
+                )
             deadline.restart()
             self._enter_epoch(deadline)
             self._pulse = _Pulse(self._channel, self._config.plan_timeout)
         except BaseException as error:
-            self._channel.turns.end(self._turn)
             self._name(error)
+            try:
+                if self._base:  # numbered already: the others wait for this rank
+                    with suppress(TransportError):
+                        self._leave(error)
+            finally:
+                self._channel.turns.end(self._turn)
             raise
         return self
 
@@ -176,6 +189,7 @@ class Exchange:
     def _enter_epoch(self, deadline: Deadline) -> None:
         self._channel.enter(self._checkpoint, deadline)
         self._base = self._channel.save_key("")
+        self._quit_before = self._channel.save_key("quit", offset=-1)
         self._save_number = self._channel.save_number
         self._num_verdicts = 0
 
@@ -189,8 +203,8 @@ class Exchange:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End the save on this rank."""
         assert self._pulse is not None  # noqa: S101 - __enter__ made it
-        self._pulse.stop()
         try:
+            self._pulse.stop()
             if error is None:
                 self._channel.succeeded()
                 if self._channel.is_coordinator:
@@ -316,6 +330,7 @@ class Exchange:
                 self._control.delete([self._up_key(number, self._channel.group_rank)])
                 self._enter_epoch(Deadline(self._config.plan_timeout))
         if isinstance(verdict, Send) and self._local_failure is None:
+            self._over_gloo(lambda _group, _deadline: None)  # all open it, where all have to connect at once
             self._send(number, local, verdict)
             verdict = self._await_verdict()
         if not isinstance(verdict, Done) or self._local_failure is not None:
@@ -497,6 +512,7 @@ class Exchange:
         progress = Deadline(self._config.progress_interval)
         probe = Deadline(_PROBE if channel.world_size <= _NUM_RANKS_OF_FEW else _PROBE_OF_MANY)
         silence = _SilenceWatch(channel, self._config.plan_timeout)
+        entering = Deadline(self._config.plan_timeout)
         waiting = Deadline(None)
         arrived: dict[int, float] = {}
         silent: list[int] = []
@@ -524,7 +540,11 @@ class Exchange:
             if probe.is_over:
                 probe.restart()
                 lost[:] = channel.find_lost(absent)
-            is_hopeless = bool(silent or lost) or deadline.is_over
+            is_over = deadline.is_over
+            if number == 0 and deadline.remaining_s > 0 and entering.is_over:
+                # Also where the deadline is that of reading or writing, a rank has to enter in time.
+                is_over = not all(map(channel.is_in_this_save, channel.lives(absent)))
+            is_hopeless = bool(silent or lost) or is_over
             return not (is_hopeless or (failed_since is not None and failed_since.is_over))
 
         if number == 0 and channel.strangers:
@@ -539,6 +559,8 @@ class Exchange:
             self._phase.last_ranks = tuple(order[-_NUM_LAST_RANKS:])
         lost = [rank for rank in lost if rank in absent]
         envelopes, failures = self._open(keys, absent)
+        if absent:  # a rank that was interrupted in this exchange has left word in the next
+            failures |= self._read_failures(number + 1)
         if self._local_failure is not None:
             failures[channel.group_rank] = self._encode(self._local_failure)
         if failures:
@@ -550,7 +572,9 @@ class Exchange:
         return envelopes
 
     def _is_troubled(self) -> bool:
-        """Whether a rank has failed in this save, or has left it."""
+        """Whether a rank has failed in this save, or has left it, or never came to it from the one before."""
+        if self._control.exists([self._quit_before]):
+            return True
         return self._control.exists([f"{self._base}alarm"]) or self._control.exists([f"{self._base}quit"])
 
     def _open(
@@ -726,9 +750,16 @@ class Exchange:
 
     def _abort_transport(self, number: int, error: TransportError) -> NoReturn:
         """Abort after the group failed; a rank that left with a failure of its own is the better cause."""
-        keys = {rank: self._up_key(number + 1, rank) for rank in self._channel.peers}
         grace = Deadline(_FAILURE_GRACE)
         self._control.wait_until(self._is_troubled, tick=lambda: not grace.is_over)
+        failures = self._read_failures(number + 1)
+        if failures:
+            self._abort_frames(self._identity.phase, failures)
+        self._abort(self._describe_like(error))
+
+    def _read_failures(self, number: int) -> dict[int, bytes]:
+        """Return the failure frames that ranks have put for an exchange, by rank."""
+        keys = {rank: self._up_key(number, rank) for rank in self._channel.peers}
         there = self._control.present(list(keys.values()))
         failures = {}
         for rank, key in (item for item, is_there in zip(keys.items(), there, strict=True) if is_there):
@@ -736,9 +767,7 @@ class Exchange:
                 envelope = Envelope.decode(self._control.read_many([key])[0])
                 if envelope.failure is not None:
                     failures[rank] = envelope.failure
-        if failures:
-            self._abort_frames(self._identity.phase, failures)
-        self._abort(self._describe_like(error))
+        return failures
 
     def _abort(self, error: CoordinationError) -> NoReturn:
         self._end(Abort(error=error.to_fields()), error)
@@ -846,17 +875,29 @@ class _Pulse:
 
     def __init__(self, channel: Channel, plan_timeout: timedelta) -> None:
         self._channel = channel
-        self._interval_s = min(_BEAT, plan_timeout / 4).total_seconds()
+        self._interval = min(_BEAT, plan_timeout / 4)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gloo-coordinated-planner-pulse", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         count = 0
-        while not self._stopped.wait(self._interval_s):
-            count += 1
+        next_beat = Deadline(self._interval)
+        while not self._stopped.wait(self._pause_s()):
             with suppress(TransportError):  # the save's own thread meets the lost store too, and says so
-                self._channel.beat(count)
+                if self._channel.is_coordinator:
+                    # Ranks that wait to be let in have not begun to plan, or to write.
+                    self._channel.welcome(self._channel.strangers)
+                if next_beat.is_over:
+                    next_beat.restart()
+                    count += 1
+                    self._channel.beat(count)
+
+    def _pause_s(self) -> float:
+        pause = self._interval
+        if self._channel.is_coordinator and self._channel.strangers:
+            pause = min(pause, _WELCOME)
+        return pause.total_seconds()
 
     def stop(self) -> None:
         """Stop and wait for the thread; at most one request to the store is in its way."""

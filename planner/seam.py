@@ -71,7 +71,8 @@ def _choose_dist_wrapper(
         is_pure=lambda: call.planner.is_pure(call.storage),
         mode_of=_mode_of,
     )
-    call.wrapper.begin(call.planner.channel_turn)
+    call.planner.has_begun = True
+    call.wrapper.begin(call.planner.reserved)
     _expect_world(call.planner, group, use_dist=use_dist)
     _await_planner(call)
     return call.wrapper

@@ -31,7 +31,7 @@ class Turns:
     def wait(self, turn: object, timeout: timedelta) -> bool:
         """Block until it is ``turn``'s turn, at most ``timeout``; return whether it is."""
         with self._changed:
-            is_next = self._changed.wait_for(lambda: self._waiting[0] is turn, timeout.total_seconds())
+            is_next = self._changed.wait_for(lambda: self._waiting[:1] == [turn], timeout.total_seconds())
             if is_next:
                 self._thread = threading.get_ident()
             return is_next

@@ -213,6 +213,33 @@ class BadStager:
         pass
 
 
+def fail_to_stage_on_one_rank(rank, folder):
+    for number in range(4):
+        stager = BadStager(later=True) if rank == 1 and number == 1 else None
+        future = dcp.async_save(
+            state_of(rank, float(number)),
+            checkpoint_id=f"{folder}/same",
+            planner=GlooCoordinatedPlanner(config=CONFIG),
+            async_stager=stager,
+        )
+        future = getattr(future, "upload_completion", future)
+        if number != 1:
+            assert future.result() == written(f"{folder}/same")
+            check_loads(rank, f"{folder}/same", float(number))
+        elif rank == 1:
+            assert isinstance(future.exception(), ValueError)
+        else:
+            error = future.exception()
+            assert isinstance(error, CheckpointException)
+            assert {at: str(cause) for at, (cause, _) in error.failures.items()} == {1: "staging failed"}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_staging_that_fails_on_one_rank_is_every_ranks_cause_and_keeps_all_in_step(tmp_path):
+    outcomes = run_ranks(fail_to_stage_on_one_rank, 3, str(tmp_path))
+    assert max(outcome.seconds for outcome in outcomes) < 20
+
+
 def test_a_failure_in_a_thread_is_the_same_on_each_ranks_future(tmp_path):
     run_ranks(fail_in_threads, 3, str(tmp_path), timeout=100)
 

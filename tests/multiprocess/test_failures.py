@@ -20,6 +20,7 @@ from planner import (
     CoordinationMismatch,
     CoordinationTimeout,
     GlooCoordinatedPlanner,
+    GlooDistWrapper,
     PlannerError,
     RemoteError,
 )
@@ -445,3 +446,97 @@ def write_slowly(rank, folder):
 
 def test_a_slow_living_rank_is_waited_for_and_named_in_the_log_unless_io_timeout_ends_it(tmp_path):
     run_ranks(write_slowly, WORLD, str(tmp_path))
+
+
+def be_late_to_the_first(rank, folder, late):
+    """The others give up their first save, and go on to the next, to the same place."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == late:
+        while store.add("gave up", 0) < WORLD - 1:
+            pass
+    ends = []
+    for step in (100, 200, 300):
+        state_dict = {f"own{rank}": torch.tensor(step)}
+        try:
+            dcp.save(state_dict, checkpoint_id=folder, planner=GlooCoordinatedPlanner(config=SHORT))
+        except CheckpointException as error:
+            ends.append(type(error).__name__)
+            store.add("gave up", 1)
+        else:
+            target = {f"own{other}": torch.tensor(0) for other in range(WORLD)}
+            dcp.load(target, checkpoint_id=folder, no_dist=True)
+            ends.append(sorted({int(value) for value in target.values()}))
+    return ends
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_late_to_the_first_save_never_mixes_its_state_into_the_next(late, tmp_path):
+    ends = [outcome.value for outcome in run_ranks(be_late_to_the_first, WORLD, str(tmp_path), late)]
+    saved = [[end for end in rank_ends if isinstance(end, list)] for rank_ends in ends]
+    assert all(len(steps) == 1 for rank_saved in saved for steps in rank_saved), ends
+
+
+class RankLocalWriter(SlowWriter):
+    """Slow, or out of space, in a save where each rank writes for itself."""
+
+    def write_data(self, plan, planner):
+        if self.where == "fails" and dist.get_rank() == self.slow_rank:
+            raise OSError(28, "no space left on device")
+        return super().write_data(plan, planner)
+
+
+def save_rank_locally(rank, folder):
+    quick = CoordinationConfig(plan_timeout=timedelta(seconds=2))
+
+    def save_locally(name, where="", struck=0):
+        dcp.save(
+            state_of(rank),
+            storage_writer=RankLocalWriter(f"{folder}/{name}", where, struck, 4.0),
+            planner=GlooCoordinatedPlanner(config=quick),
+            use_collectives=False,
+        )
+
+    save_locally("slow-coordinator", "write_data", 0)  # longer than plan_timeout, in the very first save
+    save_locally("slow-rank", "write_data", 1)
+    with pytest.raises((CheckpointException, OSError), match="no space left on device"):
+        save_locally("full", "fails", 1)
+    save_locally("after")
+    with pytest.raises((CheckpointException, OSError), match="no space left on device"):
+        save_locally("full-coordinator", "fails", 0)
+    save_locally("after-that")
+    if rank != 1:
+        with pytest.raises(CoordinationTimeout, match="never entered") as caught:
+            save_locally("missing")
+        assert list(caught.value.ranks) == [1]
+    store = dist.distributed_c10d._get_default_store()
+    store.add("done", 1)
+    while store.add("done", 0) < WORLD:
+        pass
+    save_locally("at-last")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_saves_without_collectives_wait_for_slow_ranks_and_name_failed_and_missing_ones(tmp_path):
+    outcomes = run_ranks(save_rank_locally, WORLD, str(tmp_path))
+    assert max(outcome.seconds for outcome in outcomes) < 45
+
+
+def save_with_a_wrong_coordinator(rank):
+    with pytest.raises(ValueError, match="coordinator_rank is 5, but the group has 3 ranks"):
+        GlooDistWrapper(None, True, 5)
+
+
+def test_a_coordinator_that_is_no_member_is_refused_at_once():
+    run_ranks(save_with_a_wrong_coordinator, WORLD)
+
+
+def save_replicated(rank, folder):
+    metadata = dcp.save(
+        {"same": torch.ones(4)}, checkpoint_id=folder, planner=GlooCoordinatedPlanner(config=SHORT)
+    )
+    assert list(metadata.state_dict_metadata) == ["same"]
+
+
+def test_equal_plans_are_saved_also_where_all_ranks_connect_at_once(tmp_path):
+    run_ranks(save_replicated, WORLD, str(tmp_path), env={"TORCH_GLOO_LAZY_INIT": "0"})
