@@ -540,3 +540,21 @@ def save_replicated(rank, folder):
 
 def test_equal_plans_are_saved_also_where_all_ranks_connect_at_once(tmp_path):
     run_ranks(save_replicated, WORLD, str(tmp_path), env={"TORCH_GLOO_LAZY_INIT": "0"})
+
+
+def fail_over_an_earlier_checkpoint(rank, folder):
+    save(rank, folder)
+    dist.distributed_c10d._get_default_store().add("saved", 1)
+    while dist.distributed_c10d._get_default_store().add("saved", 0) < WORLD:
+        pass
+    before = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    for hook in ("set_up_planner", "create_local_plan", "create_global_plan", "prepare_global_plan"):
+        writer, inner = make_storage_and_planner(folder, hook, [0], KINDS["plain"])
+        with pytest.raises(CheckpointException):
+            dcp.save(state_of(rank), storage_writer=writer, planner=GlooCoordinatedPlanner(inner))
+    assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == before
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_save_that_fails_before_it_writes_leaves_an_earlier_checkpoint_untouched(tmp_path):
+    run_ranks(fail_over_an_earlier_checkpoint, WORLD, str(tmp_path))

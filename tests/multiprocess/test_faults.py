@@ -21,7 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import planner.exchange
-from planner import CoordinationConfig, CoordinationTimeout, GlooCoordinatedPlanner, TransportError
+from planner import (
+    CoordinationConfig,
+    CoordinationTimeout,
+    GlooCoordinatedLoadPlanner,
+    GlooCoordinatedPlanner,
+    TransportError,
+)
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -55,6 +61,24 @@ def rows():
         for rank in (0, 1):
             if (rank == 0 and phase in NOT_COORDINATORS) or (rank != 0 and phase in COORDINATORS):
                 continue
+            for kind in ("killed", "frozen", "slow"):
+                yield pytest.param(
+                    phase, rank, kind, id=f"{kind} {'coordinator' if rank == 0 else 'rank'} {phase}"
+                )
+
+
+# The same for a load, and for a save in a thread: phase -> (operation, where, name, call)
+OTHERS = {
+    "planning a load": ("load", "planner", "create_local_plan", 0),
+    "reading": ("load", "storage", "read_data", 0),
+    "planning in the background": ("async", "planner", "create_local_plan", 0),
+    "writing in the background": ("async", "storage", "write_data", 0),
+}
+
+
+def other_rows():
+    for phase in OTHERS:
+        for rank in (0, 1):
             for kind in ("killed", "frozen", "slow"):
                 yield pytest.param(
                     phase, rank, kind, id=f"{kind} {'coordinator' if rank == 0 else 'rank'} {phase}"
@@ -142,6 +166,66 @@ def suffer(rank, folder, phase, struck, kind):
         save(rank, f"{folder}/after")
         assert Path(folder, "after", ".metadata").exists()
     return error, seconds, is_complete
+
+
+def suffer_otherwise(rank, folder, phase, struck, kind):
+    operation, where, name, at = OTHERS[phase]
+    save(rank, f"{folder}/before")
+    store = dist.distributed_c10d._get_default_store()
+    if operation == "load":
+        storage, inner = dcp.FileSystemReader(f"{folder}/before"), dcp.DefaultLoadPlanner()
+    else:
+        storage, inner = dcp.FileSystemWriter(f"{folder}/struck", sync_files=False), dcp.DefaultSavePlanner()
+    if rank == struck:
+        armed = Armed.__new__(Armed)
+        armed.name, armed.at, armed.kind, armed.calls = name, at, kind, 0
+        owner = storage if where == "storage" else inner
+        setattr(owner, name, armed.around(getattr(owner, name)))
+    start = time.monotonic()
+    error = None
+    try:
+        if operation == "load":
+            planner_ = GlooCoordinatedLoadPlanner(inner, config=CONFIG)
+            dcp.load(dict(state_of(rank)), storage_reader=storage, planner=planner_)
+        else:
+            planner_ = GlooCoordinatedPlanner(inner, config=CONFIG)
+            dcp.async_save(state_of(rank), storage_writer=storage, planner=planner_).result()
+    except CheckpointException as caught:
+        error = caught
+    seconds = time.monotonic() - start
+    if kind == "frozen":
+        store.add("ended", 1)
+        if rank == (0 if struck else 2):
+            while store.add("ended", 0) < WORLD - 1:
+                pass
+            os.kill(int(store.get("frozen")), signal.SIGCONT)
+        while store.add("ended", 0) < WORLD:
+            pass
+    if kind != "killed":
+        save(rank, f"{folder}/after")
+    return error, seconds, Path(folder, "struck", ".metadata").exists()
+
+
+@pytest.mark.parametrize(("phase", "struck", "kind"), list(other_rows()))
+def test_loads_and_background_saves_end_in_time_with_the_same_named_cause(phase, struck, kind, tmp_path):
+    outcomes = run_ranks(
+        suffer_otherwise, WORLD, str(tmp_path), phase, struck, kind, may_fail=True, timeout=50
+    )
+    survivors = {rank: outcome for rank, outcome in enumerate(outcomes) if rank != struck or kind == "slow"}
+    texts = [outcome.error_text for outcome in survivors.values() if outcome.error is not None]
+    assert not texts, "\n".join(texts)
+    assert all(not outcome.died for outcome in survivors.values())
+    ends = [outcome.value for outcome in survivors.values()]
+    if kind == "slow":
+        assert all(error is None for error, _, _ in ends)
+        return
+    bound = SECONDS if kind == "killed" else TIMEOUT.total_seconds() + GRACE + SECONDS
+    assert all(seconds < bound for _, seconds, _ in ends), ends
+    assert {(type(error), error.ranks) for error, _, _ in ends} in (
+        {(CoordinationTimeout, (struck,))},
+        {(TransportError, (struck,))},
+    ), ends
+    assert not (tmp_path / "struck" / ".metadata").exists()
 
 
 @pytest.mark.parametrize(("phase", "struck", "kind"), list(rows()))
