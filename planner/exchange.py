@@ -65,6 +65,7 @@ _logger = logging.getLogger(__name__)
 _FAILURE_GRACE = timedelta(seconds=2)  # after a first failure, for other ranks to report theirs
 _VERDICT_GRACE = timedelta(seconds=5)  # after giving up, for the coordinator to say why
 _WELCOME = timedelta(milliseconds=50)  # between looks of a coordinator for ranks in their first save
+_WELCOME_EACH = timedelta(microseconds=500)
 _BEAT = timedelta(seconds=5)
 _PROBE = timedelta(seconds=1)  # between looks whether a connection has ended
 _PROBE_OF_MANY = timedelta(seconds=5)  # the same by a coordinator of
@@ -896,7 +897,8 @@ class _Pulse:
     def _pause_s(self) -> float:
         pause = self._interval
         if self._channel.is_coordinator and self._channel.strangers:
-            pause = min(pause, _WELCOME)
+            # One request for each rank that is not there yet: no more than a few thousand a second.
+            pause = min(pause, max(_WELCOME, _WELCOME_EACH * self._channel.world_size))
         return pause.total_seconds()
 
     def stop(self) -> None:
