@@ -10,7 +10,8 @@ an envelope; the coordinator waits for all of them, compares, and answers with v
 Keys, below ``s/EPOCH/SAVE/``: ``u/EXCHANGE/RANK`` holds an envelope, ``v/NUMBER`` the verdicts in their
 order, ``alarm`` counts failed envelopes. A rank that fails anywhere, also between exchanges, puts a
 failed envelope for the next one, so every failure reaches everybody the same way. Parts with equal
-digests are sent once, by the lowest rank that has them.
+digests are sent once, by the lowest rank that has them, and not at all where the coordinator remembers
+them from a save that succeeded.
 
 Nothing here knows what the bytes mean; that is for planner.dist_wrapper.
 """
@@ -21,7 +22,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,6 +30,7 @@ from typing import NoReturn
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from planner.cache import remembered_parts
 from planner.channel import Channel
 from planner.config import CoordinationConfig
 from planner.control import Deadline
@@ -132,6 +134,7 @@ class Exchange:
         self._base = ""
         self._quit_before = ""
         self._absent: tuple[int, ...] = ()  # coordinator: who had not arrived when it stopped waiting
+        self._to_remember: dict[bytes, bytes] = {}  # coordinator: what to keep if this save succeeds
         self._concluded = False  # an abort verdict was given or taken: all ranks know
         self._num_exchanges = 0
         self._num_verdicts = 0
@@ -208,6 +211,7 @@ class Exchange:
             self._pulse.stop()
             if error is None:
                 self._channel.succeeded()
+                remembered_parts.remember(self._to_remember)
                 if self._channel.is_coordinator:
                     self._channel.litter += [self._verdict_key(self._num_verdicts - back) for back in (1, 2)]
             else:
@@ -626,12 +630,19 @@ class Exchange:
         self, number: int, envelopes: Mapping[int, Envelope], *, asks_for_later: bool
     ) -> list[list[bytes] | None]:
         """Return each other rank's parts, having asked for them."""
-        wanted, verdict = _choose_parts(envelopes)
+        digests = {part_digest for envelope in envelopes.values() for part_digest, _ in envelope.parts}
+        known = {d: part for d in digests if (part := remembered_parts.find(d)) is not None}
+        self._phase.remembered_nbytes += sum(
+            nbytes for envelope in envelopes.values() for d, nbytes in envelope.parts if d in known
+        )
+        wanted, verdict = _choose_parts(envelopes, known)
         later = [rank for rank, envelope in envelopes.items() if asks_for_later and envelope.has_later]
-        parts: dict[bytes, bytes] = {digest(b""): b""}
+        parts: dict[bytes, bytes] = {digest(b""): b"", **known}
         if wanted or later:
             self._publish(replace(verdict, later=bool(later)))
-            parts |= self._gather(number, envelopes, wanted)
+            received_parts = self._gather(number, envelopes, wanted)
+            self._to_remember |= received_parts
+            parts |= received_parts
         received: list[list[bytes] | None] = [None] * self._channel.world_size
         for rank, envelope in envelopes.items():
             received[rank] = [parts[part_digest] for part_digest, _ in envelope.parts]
@@ -854,15 +865,17 @@ def _show(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _choose_parts(envelopes: Mapping[int, Envelope]) -> tuple[dict[int, list[int]], Send]:
-    """Choose who sends what, so that each distinct part travels once."""
+def _choose_parts(
+    envelopes: Mapping[int, Envelope], known: Container[bytes]
+) -> tuple[dict[int, list[int]], Send]:
+    """Choose who sends what, so that each distinct part that is not known travels once."""
     seen = {digest(b"")}
     wanted: dict[int, list[int]] = {}
     masks: dict[int, int] = {}
     for rank in sorted(envelopes):
         mask = 0
         for part, (part_digest, _) in enumerate(envelopes[rank].parts):
-            if part_digest not in seen:
+            if part_digest not in seen and part_digest not in known:
                 seen.add(part_digest)
                 mask |= 1 << part
                 wanted.setdefault(rank, []).append(part)

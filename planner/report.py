@@ -26,6 +26,9 @@ class PhaseReport:
     received_nbytes: int = 0
     """Bytes this rank received over the gloo group."""
 
+    remembered_nbytes: int = 0
+    """Coordinator only: bytes of other ranks' parts that it knew from an earlier save."""
+
     last_ranks: tuple[int, ...] = ()
     """Coordinator only: the ranks it had to wait for longest, the last to arrive last; a few at most."""
 

@@ -29,6 +29,7 @@ from planner import (
 )
 from planner.channel import _channels
 from planner.column_plans import PendingItems
+from tests.support.faults import KINDS, failing
 from tests.support.ranks import run_ranks
 
 
@@ -445,3 +446,43 @@ def test_plans_are_made_on_the_coordinator_only_for_those_who_look_inside(tmp_pa
     outcomes = run_ranks(save_on_columns, 3, str(tmp_path))
     assert set(outcomes[0].value.values()) == {"Metadata"}
     assert set(outcomes[1].value.values()) == {"_PendingMetadata"}
+
+
+def save_unchanged(rank, folder):
+    state_dict = {f"weight{number}": torch.ones(number + 1) for number in range(20)} | {
+        f"own{rank}": torch.ones(2)
+    }
+    sent = []
+
+    def save_once(name, values):
+        planner = GlooCoordinatedPlanner()  # a new one each time
+        metadata = dcp.save(values, checkpoint_id=f"{folder}/{name}", planner=planner)
+        assert metadata.state_dict_metadata.keys() >= values.keys()
+        sent.append((planner.report.sent_nbytes, planner.report.phases[0].remembered_nbytes))
+
+    def fail(name):
+        writer = failing(dcp.FileSystemWriter, "finish", [0], KINDS["plain"])(f"{folder}/{name}")
+        with pytest.raises(CheckpointException):
+            dcp.save(other, storage_writer=writer, planner=GlooCoordinatedPlanner())
+
+    other = {f"other{number}": torch.ones(3) for number in range(20)}
+    save_once("first", state_dict)
+    save_once("again", state_dict)
+    fail("failed")
+    save_once("not remembered", other)
+    save_once("remembered", other)
+    dtype = {name: value.double() if rank == 1 else value for name, value in state_dict.items()}
+    save_once("one rank changed", dtype)
+    save_once("the first once more", state_dict)
+    return sent
+
+
+def test_an_unchanged_save_sends_nothing_and_a_failed_one_is_not_remembered(tmp_path):
+    coordinator, *others = [outcome.value for outcome in run_ranks(save_unchanged, 3, str(tmp_path))]
+    for sent in others:
+        nbytes = [entry[0] for entry in sent]
+        assert nbytes[0] > 0
+        assert nbytes[1] == nbytes[3] == nbytes[5] == 0
+    assert others[0][2][0] > 0  # equal plans: only the lowest rank sent them
+    assert others[0][4][0] > 0
+    assert [entry[1] > 0 for entry in coordinator] == [False, True, False, True, True, True]
