@@ -28,7 +28,11 @@ from planner import (
     GlooCoordinatedPlanner,
     TransportError,
 )
+from planner.cache import remembered_parts
 from tests.support.ranks import run_ranks
+
+# Plans are sent in every save here, so that they can be damaged, or a rank struck, on the way.
+remembered_parts._max_nbytes = 0
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=4)
