@@ -37,6 +37,7 @@ class LocalPlans(Sequence[SavePlan]):
         self._columns = columns
         self._own_rank = own_rank
         self._own_plan = own_plan
+        self._built: list[SavePlan] | None = None
 
     def plan_globally(
         self, *, to_lowest_rank: bool, merges_mappings: bool
@@ -59,11 +60,13 @@ class LocalPlans(Sequence[SavePlan]):
         return plans, outcome.build_metadata()
 
     def build(self) -> list[SavePlan]:
-        """Make all plans, new ones at every call but for the coordinator's own."""
-        return [
-            self._own_plan if rank == self._own_rank else make_plan(schema, columns)
-            for rank, (schema, columns) in enumerate(self._columns)
-        ]
+        """Make all plans, once: whoever asks for each by its rank must not make all for each."""
+        if self._built is None:
+            self._built = [
+                self._own_plan if rank == self._own_rank else make_plan(schema, columns)
+                for rank, (schema, columns) in enumerate(self._columns)
+            ]
+        return self._built
 
     @overload
     def __getitem__(self, index: int) -> SavePlan: ...

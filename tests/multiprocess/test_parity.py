@@ -145,7 +145,6 @@ def save_with_writers(rank, folder):
 
 
 def test_built_in_writers_work_without_any_pickle_on_the_wire(tmp_path):
-    pytest.importorskip("safetensors")
     run_ranks(save_with_writers, 4, str(tmp_path))
     assert sorted(path.name for path in (tmp_path / "hf_consolidated/ours").glob("*.safetensors"))
 
