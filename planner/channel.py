@@ -8,8 +8,8 @@ earlier life of the job left in the same store can be taken for an answer.
 Keys, below one namespace for each (members, coordinator):
 
     epoch                 counter of epochs
-    current               the epoch, and how the one before it ended; written by the coordinator
-    given up              the checkpoint of a first save that ranks gave up without the coordinator
+    current               the epoch, and how those since the last success ended; written by the coordinator
+    given up              how many saves to a checkpoint ranks gave up while the coordinator was nowhere
     hello/RANK            token of the latest life of that rank
     welcome/TOKEN         [epoch, save number], written by the coordinator, deleted by the rank
     life/RANK             a sign of life: [epoch, save number, counter, what it is doing]
@@ -31,12 +31,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from planner.control import ControlPlane, Deadline
+from planner.control import Clerk, ControlPlane, Deadline, NoReply
 from planner.errors import CoordinationError, CoordinationTimeout, TransportError, WireError
-from planner.group import GlooGroup, check_descriptors, make_devices
+from planner.group import GRACE, GlooGroup, check_descriptors, make_devices
 from planner.turns import Turns
 from planner.wire.envelope import Abort, Envelope, Moved, encode_verdict
 from planner.wire.frame import digest, pack, unpack
@@ -44,8 +44,18 @@ from planner.wire.frame import digest, pack, unpack
 __all__ = ["Channel", "open_channel"]
 
 _GIVEN_UP_KEY = "given up"
+_MAX_ENDS = 8  # that the record of the epoch holds
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How an epoch ended in which ranks were missing."""
+
+    epoch: int
+    absent: tuple[int, ...]
+    error: CoordinationError
 
 
 @dataclass(frozen=True)
@@ -53,9 +63,7 @@ class _Current:
     """The record under ``current``."""
 
     epoch: int
-    ended_epoch: int
-    absent: tuple[int, ...]
-    error: CoordinationError | None
+    ends: tuple[_End, ...]
 
 
 class Channel:
@@ -76,7 +84,7 @@ class Channel:
         identity = digest(pack([list(self.members), coordinator])).hex()
         namespace = f"gloo-coordinated-planner/{identity}/"
         self.control = ControlPlane(store, namespace)
-        self._gloo_store = PrefixStore(namespace, store.clone())  # type: ignore[attr-defined]  # missing in the stub
+        self._gloo_store: Store | None = None
         self._store_ref = weakref.ref(store)
         self._group: GlooGroup | None = None
         self._devices: Sequence[Any] | None = None
@@ -84,9 +92,13 @@ class Channel:
         self.activity = "entering"  # for the other ranks' logs
         self._welcoming = threading.Lock()
         self._tokens: dict[int, bytes] = {}  # coordinator: the latest token of each rank it has answered
-        self._must_move = False  # this rank left the epoch without a verdict
-        self._informed_epoch = 0  # the latest epoch whose end this rank has heard of by a verdict
-        self._excused = False  # this rank has already raised for a save that was given up without it
+        self._left_key = ""  # where this rank has left word that it left the epoch without a verdict
+        self._ends: list[_End] = []  # coordinator: since the last save that succeeded
+        self._settled_epoch = 0  # of the last save that succeeded
+        self._known_epochs: set[int] = set()  # since then, whose ends this rank has heard of or raised for
+        self._num_given_up = 0  # saves that this rank gave up while the coordinator was nowhere
+        self._num_to_raise = 0  # coordinator: how many such saves it has still to raise for
+        self._excused = False  # coordinator: it has raised for a save that was given up without it
 
     @property
     def is_current(self) -> bool:
@@ -120,12 +132,14 @@ class Channel:
         self.beat(0)
 
     def _enter_coordinator(self, checkpoint: str) -> None:
+        if self._num_to_raise:
+            self._num_to_raise -= 1
+            raise self._came_late(checkpoint)
         if self.epoch == 0:
             self.begin_epoch(None)
-            given_up = self.control.read(_GIVEN_UP_KEY)
-            self.control.delete([_GIVEN_UP_KEY])
-            if given_up is not None and given_up == checkpoint.encode(errors="replace"):
+            if num_given_up := self._take_given_up(checkpoint):
                 self._excused = True
+                self._num_to_raise = num_given_up - 1
                 raise self._came_late(checkpoint)
         else:
             was_late = self.control.exists([self.save_key("quit", offset=1)])
@@ -133,6 +147,14 @@ class Channel:
             if was_late or is_worn or self.control.exists([self.save_key("quit")]):
                 self._renew(checkpoint, was_late=was_late)
         self.save_number += 1
+
+    def _take_given_up(self, checkpoint: str) -> int:
+        record = self.control.read(_GIVEN_UP_KEY)
+        if record is None:
+            return 0
+        self.control.delete([_GIVEN_UP_KEY])
+        number, given_up = unpack(record)
+        return int(number) if given_up == checkpoint else 0
 
     def _came_late(self, checkpoint: str) -> CoordinationTimeout:
         # Going on with a save that others have given up could mix two states in one checkpoint.
@@ -158,6 +180,7 @@ class Channel:
             self.control.put(verdict_key, encode_verdict(Moved()))
             return
         self._excused = True
+        self._num_to_raise = self._take_given_up(checkpoint)
         error = self._came_late(checkpoint)
         self.begin_epoch(error, [rank for rank in self.peers if rank not in envelopes])
         self.control.put(verdict_key, encode_verdict(Abort(error=error.to_fields())))
@@ -165,12 +188,11 @@ class Channel:
 
     def _read_envelopes_of_next_save(self) -> dict[int, Envelope]:
         keys = [self.save_key(f"u/0/{rank}", offset=1) for rank in self.peers]
-        there = self.control.present(keys)
-        here = [(rank, key) for rank, key, is_there in zip(self.peers, keys, there, strict=True) if is_there]
         envelopes = {}
-        for (rank, _), data in zip(here, self.control.read_many([key for _, key in here]), strict=True):
+        for rank, data in zip(self.peers, self.control.read_present(keys), strict=True):
             with suppress(WireError):
-                envelopes[rank] = Envelope.decode(data)
+                if data is not None:
+                    envelopes[rank] = Envelope.decode(data)
         return envelopes
 
     def _join(self, checkpoint: str, deadline: Deadline) -> None:
@@ -178,34 +200,41 @@ class Channel:
         self.control.put(f"hello/{self.group_rank}", token)
         key = f"welcome/{token.hex()}"
         if not self.control.wait([key], tick=lambda: not deadline.is_over):
-            self.control.put(_GIVEN_UP_KEY, checkpoint.encode(errors="replace"))
-            raise self._coordinator_missing(deadline)
-        self.epoch, self.save_number = (int(number) for number in unpack(self.control.read_many([key])[0]))
+            raise self._coordinator_missing(checkpoint, deadline)
+        self.epoch, number = (int(number) for number in unpack(self.control.read_many([key])[0]))
         self.control.delete([key])
+        self.save_number = number - 1  # if this raises, the next save of this rank may be the one going on
         self._check_missed(checkpoint, self._read_current())
+        self.save_number = number
 
     def _follow(self, checkpoint: str, deadline: Deadline) -> None:
-        if self._must_move and not self.control.wait_until(
-            lambda: self._read_current().epoch != self.epoch, tick=lambda: not deadline.is_over
-        ):
-            raise self._coordinator_missing(deadline)
+        if self._left_key and self._read_current().epoch == self.epoch:
+            self.control.put(self._left_key, b"1")  # again, as the store may have been out of reach then
+            self.litter.append(self._left_key)
+            if not self.control.wait_until(
+                lambda: self._read_current().epoch != self.epoch, tick=lambda: not deadline.is_over
+            ):
+                raise self._coordinator_missing(checkpoint, deadline)
         current = self._read_current()
         if current.epoch != self.epoch:
             self._change_epoch(current.epoch)
-            self._check_missed(checkpoint, current)
+        self._check_missed(checkpoint, current)
         self.save_number += 1
 
     def _check_missed(self, checkpoint: str, current: _Current) -> None:
-        error = current.error
-        is_news = current.ended_epoch != self._informed_epoch and self.group_rank in current.absent
-        if error is not None and is_news and error.checkpoint == checkpoint and not self._excused:
-            # The others gave up this save, or one to the same place, because this rank was not
-            # there; joining whatever they do next could mix two states in one checkpoint. Raise
-            # once: a rank that skipped that save altogether is in step again with the next.
-            self._excused = True
-            raise error
+        for end in current.ends:
+            is_news = end.epoch >= self._settled_epoch and end.epoch not in self._known_epochs
+            if is_news and self.group_rank in end.absent and end.error.checkpoint == checkpoint:
+                # The others gave up this save, or one to the same place, because this rank was not
+                # there; joining whatever they do next could mix two states in one checkpoint. Raise
+                # once for each: a rank that skipped those saves altogether is then in step again, so
+                # what the others are in now, without this rank, does not count as one more.
+                self._known_epochs |= {end.epoch, current.epoch}
+                raise end.error
 
-    def _coordinator_missing(self, deadline: Deadline) -> CoordinationTimeout:
+    def _coordinator_missing(self, checkpoint: str, deadline: Deadline) -> CoordinationTimeout:
+        self._num_given_up += 1
+        self.control.put(_GIVEN_UP_KEY, pack([self._num_given_up, checkpoint]))
         return CoordinationTimeout(
             "the coordinator never entered",
             phase="enter",
@@ -224,11 +253,9 @@ class Channel:
 
     def _welcome(self, ranks: Iterable[int]) -> None:
         keys = {rank: f"hello/{rank}" for rank in ranks}
-        there = self.control.present(list(keys.values()))
-        here = [rank for rank, is_there in zip(keys, there, strict=True) if is_there]
         answers = {}
-        for rank, token in zip(here, self.control.read_many([keys[rank] for rank in here]), strict=True):
-            if self._tokens.get(rank) != token:
+        for rank, token in zip(keys, self.control.read_present(list(keys.values())), strict=True):
+            if token is not None and self._tokens.get(rank) != token:
                 self._tokens[rank] = token
                 answers[f"welcome/{token.hex()}"] = pack([self.epoch, self.save_number])
         self.control.put_many(answers)
@@ -255,31 +282,43 @@ class Channel:
             for rank in range(self.world_size)
         ]
         self._change_epoch(self.control.add("epoch", 1))
-        fields = None if error is None else error.to_fields()
-        self.control.put("current", pack([self.epoch, ended, list(absent), fields]))
+        if error is not None:
+            self._ends = [*self._ends[1 - _MAX_ENDS :], _End(ended, tuple(absent), error)]
+        ends = [[end.epoch, list(end.absent), end.error.to_fields()] for end in self._ends]
+        self.control.put("current", pack([self.epoch, ends]))
 
     def note_abort(self) -> None:
-        """Note that this rank has heard how its epoch ended."""
-        self._informed_epoch = self.epoch
+        """Note that this rank has heard how its epoch ended, or has raised an error of its own in it."""
+        self._known_epochs.add(self.epoch)
 
     def _change_epoch(self, epoch: int) -> None:
         self.close_group()
         self.epoch, self.save_number = epoch, 0
-        self._must_move = False
+        self._left_key = ""
 
     def _read_current(self) -> _Current:
-        epoch, ended_epoch, absent, fields = unpack(self.control.read_many(["current"])[0])
-        error = None if fields is None else CoordinationError.from_fields(fields)
-        return _Current(int(epoch), int(ended_epoch), tuple(absent), error)
+        epoch, ends = unpack(self.control.read_many(["current"])[0])
+        return _Current(
+            int(epoch),
+            tuple(
+                _End(int(ended), tuple(absent), CoordinationError.from_fields(fields))
+                for ended, absent, fields in ends
+            ),
+        )
 
     def leave_without_verdict(self, quit_key: str) -> None:
         """Tell the coordinator that this rank gives a save up; a new epoch begins before the next."""
         self.close_group()
-        self._must_move = True
+        self._left_key = quit_key
+        self.note_abort()
         self.control.put(quit_key, b"1")
 
     def succeeded(self) -> None:
         """Note that a save ended well."""
+        self._settled_epoch = self.epoch
+        self._known_epochs.clear()
+        self._ends.clear()
+        self._num_given_up = 0
         self._excused = False
 
     def take_litter(self) -> list[str]:
@@ -300,12 +339,7 @@ class Channel:
 
     def lives(self, ranks: Sequence[int]) -> list[bytes]:
         """Return the latest sign of life of each of ``ranks``, empty bytes where there was none."""
-        keys = [f"life/{rank}" for rank in ranks]
-        there = self.control.present(keys)
-        values = iter(
-            self.control.read_many([key for key, is_there in zip(keys, there, strict=True) if is_there])
-        )
-        return [next(values) if is_there else b"" for is_there in there]
+        return [life or b"" for life in self.control.read_present([f"life/{rank}" for rank in ranks])]
 
     def is_in_this_save(self, life: bytes) -> bool:
         """Whether a sign of life comes from the save this rank is in."""
@@ -339,26 +373,40 @@ class Channel:
         """
         self.prepare_devices()
         if self._group is None:
+            store = self._gloo_store = self._gloo_store or self.control.clone()
+            clerk = Clerk()  # the store may freeze just now, and with it what gloo asks of it
             try:
-                self._group = GlooGroup(
-                    self._gloo_store,
-                    prefix=f"gloo/{self.epoch}",
-                    group_rank=self.group_rank,
-                    world_size=self.world_size,
-                    devices=self._devices or (),
-                    timeout=timeout,
+                self._group = clerk.ask(
+                    lambda: GlooGroup(
+                        store,
+                        prefix=f"gloo/{self.epoch}",
+                        group_rank=self.group_rank,
+                        world_size=self.world_size,
+                        devices=self._devices or (),
+                        timeout=timeout,
+                    ),
+                    timeout + GRACE,
                 )
+            except NoReply:
+                raise self.control.no_reply(timeout) from None
             except RuntimeError as error:
                 raise TransportError(
                     f"the gloo group could not be made: {error}",
                     advice="see whether all ranks can reach each other on the interface that gloo uses",
                 ) from error
+            finally:
+                clerk.close()
             _logger.debug("made a gloo group of %d ranks, epoch %d", self.world_size, self.epoch)
         return self._group
 
     def find_lost(self, ranks: Sequence[int]) -> list[int]:
         """Return those of ``ranks`` whose connection to this rank has ended; see ``GlooGroup.find_lost``."""
         return [] if self._group is None else self._group.find_lost(ranks)
+
+    def close(self) -> None:
+        """Let go of everything; for a channel that nobody enters any more."""
+        self.close_group()
+        self.control.close()
 
     def close_group(self) -> None:
         """Drop the gloo group, if there is one; the next epoch makes its own."""
@@ -384,7 +432,7 @@ def open_channel(group: dist.ProcessGroup | None, coordinator: int) -> Channel:
     key = (members, coordinator)
     with _channels_lock:
         for stale in [key for key, channel in _channels.items() if not channel.is_current]:
-            _channels.pop(stale).close_group()
+            _channels.pop(stale).close()
         channel = _channels.get(key)
         if channel is None:
             channel = _channels[key] = Channel(

@@ -159,6 +159,7 @@ class Exchange:
                     ranks=[self._channel.group_rank],
                     advice="wait for the futures of asynchronous saves before destroying process groups",
                 )
+            self._control.patience = self._config.plan_timeout
             deadline.restart()
             self._enter_epoch(deadline)
             self._pulse = _Pulse(self._channel, self._config.plan_timeout)
@@ -454,7 +455,8 @@ class Exchange:
         except TransportError as reason:
             if self._concluded:
                 raise
-            error.__cause__ = error.__cause__ or reason  # the store is gone too
+            error.__cause__ = error.__cause__ or reason  # the store is out of reach too
+            error.details |= {"meanwhile": reason.summary}
         self._concluded = True
         raise error
 
@@ -771,13 +773,13 @@ class Exchange:
 
     def _read_failures(self, number: int) -> dict[int, bytes]:
         """Return the failure frames that ranks have put for an exchange, by rank."""
-        keys = {rank: self._up_key(number, rank) for rank in self._channel.peers}
-        there = self._control.present(list(keys.values()))
+        peers = self._channel.peers
+        found = self._control.read_present([self._up_key(number, rank) for rank in peers])
         failures = {}
-        for rank, key in (item for item, is_there in zip(keys.items(), there, strict=True) if is_there):
+        for rank, data in zip(peers, found, strict=True):
             with suppress(WireError):
-                envelope = Envelope.decode(self._control.read_many([key])[0])
-                if envelope.failure is not None:
+                envelope = None if data is None else Envelope.decode(data)
+                if envelope is not None and envelope.failure is not None:
                     failures[rank] = envelope.failure
         return failures
 

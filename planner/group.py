@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
+from planner.control import Clerk, NoReply
 from planner.errors import TransportError
 
-__all__ = ["GlooGroup", "check_descriptors", "make_devices"]
+__all__ = ["GRACE", "GlooGroup", "check_descriptors", "make_devices"]
+
+GRACE = timedelta(seconds=1)
+"""What gloo's own deadlines get beyond the timeout, to be over first: they say more."""
 
 _SOCKET_VARIABLE = "GLOO_SOCKET_IFNAME"
 _PROBE_TAG = 2**30 + 1  # beyond all tags of exchanges
@@ -96,8 +100,10 @@ class GlooGroup:
             PrefixStore(prefix, store), group_rank, world_size, options
         )
 
+        self._timeout = timeout
         self._connected: set[int] = set()
         self._num_probes = 0
+        self._clerk: Clerk | None = None
 
     @property
     def is_open(self) -> bool:
@@ -107,15 +113,35 @@ class GlooGroup:
     def close(self) -> None:
         """Drop the group; peers that wait for this rank see their connection end."""
         self._group = None
+        if self._clerk is not None:
+            self._clerk.close()
 
     def post_send(self, data: torch.Tensor, to_rank: int, tag: int) -> Work:
         """Start sending a uint8 tensor; it must stay unchanged until the work is waited for."""
-        return self._require().send([data], to_rank, tag)  # type: ignore[attr-defined, no-any-return]  # missing in the stub
+        return self._post(to_rank, lambda: self._require().send([data], to_rank, tag))  # type: ignore[attr-defined]  # missing in the stub
 
     def post_receive(self, nbytes: int, from_rank: int, tag: int) -> tuple[torch.Tensor, Work]:
         """Start receiving exactly ``nbytes`` bytes; a longer message would abort this process."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return buffer, self._require().recv([buffer], from_rank, tag)  # type: ignore[attr-defined]  # as above
+        return buffer, self._post(from_rank, lambda: self._require().recv([buffer], from_rank, tag))  # type: ignore[attr-defined]  # as above
+
+    def _post(self, rank: int, post: Callable[[], Work]) -> Work:
+        """Post, within the timeout: where that connects, gloo asks the store, which may be frozen.
+
+        No frame here may hold the gloo group itself, as the frames of an error live as long as it does.
+        """
+        if rank in self._connected:
+            return post()
+        self._clerk = self._clerk or Clerk()
+        try:
+            return self._clerk.ask(post, self._timeout + GRACE)
+        except NoReply:
+            pass
+        raise TransportError(
+            f"connecting to group rank {rank} takes longer than {self._timeout.total_seconds():.0f} s",
+            ranks=[rank],
+            advice="see whether that rank, and the process that hosts the job's store, are frozen or cut off",
+        )
 
     @property
     def is_worn(self) -> bool:

@@ -212,25 +212,47 @@ def test_a_rank_that_skips_a_later_save_is_named_and_is_in_step_again_with_the_n
     run_ranks(stay_away_later, WORLD, str(tmp_path), absent)
 
 
-def come_late(rank, folder, late):
-    save(rank, f"{folder}/zero")
+def numbered(number):
+    return {
+        "number": torch.full((4,), float(number)),
+        f"own{dist.get_rank()}": torch.full((2,), float(number)),
+    }
+
+
+def come_late(rank, folder, late, num_missed, num_earlier):
+    """Make the same saves to one place on all ranks; one rank comes when the others are ahead by some."""
     store = dist.distributed_c10d._get_default_store()
+    for number in range(num_earlier):
+        save(rank, f"{folder}/earlier{number}")
     if rank == late:
-        while store.add("gave up", 0) < WORLD - 1:
+        while store.add("gave up", 0) < (WORLD - 1) * num_missed:
             pass
-    with pytest.raises(CoordinationTimeout) as caught:
-        save(rank, f"{folder}/same")  # every save goes to the same place
-    assert list(caught.value.ranks) == [late]
-    store.add("gave up", 1)
-    while store.add("gave up", 0) < WORLD:
-        pass
-    check_that_saving_works(rank, f"{folder}/same")
+    for number in range(num_missed + 1):
+        state = numbered(number)
+        if number < num_missed:
+            with pytest.raises(CoordinationTimeout) as caught:
+                dcp.save(state, checkpoint_id=f"{folder}/same", planner=GlooCoordinatedPlanner(config=SHORT))
+            assert list(caught.value.ranks) == [late]
+            assert not Path(folder, "same", ".metadata").exists()
+            store.add("gave up", 1)
+        else:
+            dcp.save(state, checkpoint_id=f"{folder}/same", planner=GlooCoordinatedPlanner(config=SHORT))
+    while store.add("saved", 0 if store.check([f"saved{rank}"]) else 1) < WORLD:
+        store.set(f"saved{rank}", "1")
+    target = {name: torch.zeros_like(value) for name, value in numbered(0).items()}
+    target |= {f"own{peer}": torch.zeros(2) for peer in range(WORLD)}
+    dcp.load(target, checkpoint_id=f"{folder}/same", no_dist=True)
+    assert {float(value[0]) for value in target.values()} == {float(num_missed)}  # one state, not two
 
 
+@pytest.mark.parametrize("num_earlier", [0, 1])
+@pytest.mark.parametrize("num_missed", [1, 2])
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_comes_after_the_others_gave_up_does_not_join_their_next_save(late, tmp_path):
-    outcomes = run_ranks(come_late, WORLD, str(tmp_path), late)
-    assert outcomes[late].seconds < 20
+def test_a_rank_that_comes_after_the_others_gave_up_does_not_join_a_save_that_is_not_its_own(
+    late, num_missed, num_earlier, tmp_path
+):
+    outcomes = run_ranks(come_late, WORLD, str(tmp_path), late, num_missed, num_earlier)
+    assert outcomes[late].seconds < 30
 
 
 def be_late_once(rank, folder, late):

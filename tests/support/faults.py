@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -29,6 +30,14 @@ class Mute(Exception):
 
     def __str__(self):
         raise RuntimeError("no words")
+
+
+def await_file(path, timeout=30.0):
+    """Wait until another process has made ``path``."""
+    until = time.monotonic() + timeout
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} did not come in {timeout} s"
+        time.sleep(0.01)
 
 
 KINDS = {

@@ -60,14 +60,19 @@ def run_ranks(
     env: dict[str, str] | None = None,
     control=None,
     daemonic: bool = True,
+    store_port: int | None = None,
 ) -> list[Outcome]:
     """Run ``worker(rank, *args)`` on ``world_size`` ranks and return how each ended, by rank.
 
     Without ``may_fail`` any error is a failure of the test, with all ranks' tracebacks. ``control`` is
     called with the list of processes once all have started, for tests that kill or freeze some. Ranks
-    that start processes themselves must not be ``daemonic``.
+    that start processes themselves must not be ``daemonic``. The store of the ranks is this process's,
+    or the one at ``store_port``.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = None
+    if store_port is None:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store_port = store.port
     folder = tempfile.mkdtemp(prefix="ranks-")
     pipes, processes = [], []
     for rank in range(world_size):
@@ -79,7 +84,7 @@ def run_ranks(
                 worker.__qualname__,
                 rank,
                 world_size,
-                store.port,
+                store_port,
                 backend,
                 folder,
                 theirs,
@@ -96,7 +101,13 @@ def run_ranks(
     deadline = time.monotonic() + timeout
     try:
         if control is not None:
-            control(processes)
+            try:
+                control(processes)
+            except AssertionError as error:
+                ready = [rank for rank, pipe in enumerate(pipes) if pipe.poll()]
+                ends = "\n".join(f"--- rank {rank}: {_receive(pipes[rank]).error_text}" for rank in ready)
+                hung = [rank for rank in range(world_size) if rank not in ready]
+                raise RankError(f"{error}\n{ends}\n{_stacks(processes, hung, folder)}") from error
         while len(outcomes) < world_size:
             waiting = {pipes[rank]: rank for rank in range(world_size) if rank not in outcomes}
             ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -106,10 +117,7 @@ def run_ranks(
                 done = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
                 raise RankError(f"ranks {hung} hang after {timeout} s\n{stacks}\nothers: {done}")
             for pipe in ready:
-                try:
-                    outcomes[waiting[pipe]] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    outcomes[waiting[pipe]] = Outcome(died=True)
+                outcomes[waiting[pipe]] = _receive(pipe)
     finally:
         for pipe in pipes:
             pipe.close()
@@ -128,6 +136,13 @@ def run_ranks(
             )
         )
     return ended
+
+
+def _receive(pipe) -> Outcome:
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return Outcome(died=True)
 
 
 def _stacks(processes, hung: list[int], folder: str) -> str:
@@ -180,7 +195,7 @@ def _rank_main(module, qualname, rank, world_size, port, backend, folder, pipe, 
         outcome.value, outcome.error = None, RuntimeError(outcome.error_text or "the value does not pickle")
         data = pickle.dumps(outcome)
     pipe.send_bytes(data)
-    with suppress(EOFError):
+    with suppress(EOFError, OSError):
         pipe.recv_bytes()  # ends when the test has heard from everybody
     sys.stdout.flush()
     sys.stderr.flush()
