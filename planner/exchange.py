@@ -65,6 +65,7 @@ __all__ = ["Exchange", "Local", "PeerFailures", "Reply"]
 _logger = logging.getLogger(__name__)
 
 _FAILURE_GRACE = timedelta(seconds=2)  # after a first failure, for other ranks to report theirs
+_LOSS_GRACE = timedelta(seconds=1)  # after a first connection ended, for others to end
 _VERDICT_GRACE = timedelta(seconds=5)  # after giving up, for the coordinator to say why
 _WELCOME = timedelta(milliseconds=50)  # between looks of a coordinator for ranks in their first save
 _WELCOME_EACH = timedelta(microseconds=500)
@@ -558,6 +559,13 @@ class Exchange:
             self._control.wait([f"hello/{rank}" for rank in channel.strangers], tick=tick)
             channel.welcome(channel.strangers)
         complete = control.wait(list(keys.values()), tick=tick)
+        if lost and not complete:  # what ended one process may end others just now, and all shall be named
+            grace = Deadline(_LOSS_GRACE)
+            self._control.wait_until(
+                lambda: len(channel.find_lost(absent := note_arrivals())) == len(absent),
+                tick=lambda: not grace.is_over,
+            )
+            lost = channel.find_lost(note_arrivals())
         absent = [] if complete else note_arrivals()
         self._absent = tuple(absent)
         if arrived or absent:  # else nobody had to be waited for
@@ -932,15 +940,21 @@ class _SilenceWatch:
         self._latest: dict[int, tuple[bytes, Deadline]] = {}
 
     def look(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of ``ranks`` that have shown life once, but not within the limit."""
+        """Return those of ``ranks`` that have shown life once, but not within the limit.
+
+        Where there is one, those that will be there soon are named with it: a rank that is alive shows it
+        at least twice within the limit.
+        """
         if not self._next_look.is_over or not ranks:
             return []
         self._next_look.restart()
-        silent = []
+        silences: dict[int, timedelta] = {}
         for rank, life in zip(ranks, self._channel.lives(ranks), strict=True):
             known = self._latest.get(rank)
             if known is None or known[0] != life:
                 self._latest[rank] = (life, Deadline(self._limit))
-            elif life and known[1].is_over:
-                silent.append(rank)
-        return silent
+            elif life:
+                silences[rank] = known[1].elapsed
+        if not any(silence >= self._limit for silence in silences.values()):
+            return []
+        return [rank for rank, silence in silences.items() if silence >= self._limit * 3 / 4]

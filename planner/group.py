@@ -171,6 +171,14 @@ class GlooGroup:
                 lost.append(rank)
         return sorted(lost)
 
+    def find_lost_among_all(self) -> list[int]:
+        """Return the ranks whose connection has ended while that of some other rank has not.
+
+        Where all have ended that says nothing: gloo ends them all when one transfer takes too long.
+        """
+        lost = self.find_lost(self._connected)
+        return lost if len(lost) < len(self._connected) else []
+
     def _require(self) -> ProcessGroupGloo:
         if self._group is None:
             raise TransportError("the gloo group is closed", advice="it is made anew at the next save")

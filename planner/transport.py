@@ -170,6 +170,8 @@ class _Posts:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._posted.clear()
         if error is not None:
+            if isinstance(error, TransportError):  # what ended one process may have ended others
+                error.ranks = tuple(sorted({*error.ranks, *self._group.find_lost_among_all()}))
             self._group.close()
 
     @contextmanager

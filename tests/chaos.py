@@ -122,9 +122,10 @@ def play(rank, seed, rounds, folder):
         if drawn["fault"] == "killed":
             return story
         store = dist.distributed_c10d._get_default_store()
-        if drawn["fault"] == "frozen" and rank != drawn["struck"] and store.check(["frozen"]):
+        frozen_key = f"frozen{drawn['struck']}"
+        if drawn["fault"] == "frozen" and rank != drawn["struck"] and store.check([frozen_key]):
             barrier(f"ended {number}", world - 1)
-            os.kill(int(store.get("frozen")), signal.SIGCONT)
+            os.kill(int(store.get(frozen_key)), signal.SIGCONT)
         barrier(f"round {number}", world)
         is_complete = Path(folder, str(number), ".metadata").exists()
         assert is_complete or end != "saved", (drawn, end)
