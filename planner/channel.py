@@ -13,7 +13,7 @@ Keys, below one namespace for each (members, coordinator):
     hello/RANK            token of the latest life of that rank
     welcome/TOKEN         [epoch, save number], written by the coordinator, deleted by the rank
     life/RANK             a sign of life: [epoch, save number, counter, what it is doing]
-    s/EPOCH/SAVE/quit     there when a rank left that save without a verdict
+    s/EPOCH/SAVE/quit     there when a rank left that save without a verdict: why, in words
     s/EPOCH/SAVE/...      the exchanges of one save, see planner.exchange
     gloo/EPOCH/...        gloo's own rendezvous
 """
@@ -209,7 +209,8 @@ class Channel:
 
     def _follow(self, checkpoint: str, deadline: Deadline) -> None:
         if self._left_key and self._read_current().epoch == self.epoch:
-            self.control.put(self._left_key, b"1")  # again, as the store may have been out of reach then
+            # Again, as the store may have been out of reach then.
+            self.control.put(self._left_key, f"group rank {self.group_rank} left this save".encode())
             self.litter.append(self._left_key)
             if not self.control.wait_until(
                 lambda: self._read_current().epoch != self.epoch, tick=lambda: not deadline.is_over
@@ -306,12 +307,12 @@ class Channel:
             ),
         )
 
-    def leave_without_verdict(self, quit_key: str) -> None:
-        """Tell the coordinator that this rank gives a save up; a new epoch begins before the next."""
+    def leave_without_verdict(self, quit_key: str, reason: str) -> None:
+        """Tell the coordinator that this rank gives a save up, and why; the next begins an epoch."""
         self.close_group()
         self._left_key = quit_key
         self.note_abort()
-        self.control.put(quit_key, b"1")
+        self.control.put(quit_key, f"group rank {self.group_rank}: {reason}".encode(errors="replace"))
 
     def succeeded(self) -> None:
         """Note that a save ended well."""
@@ -403,11 +404,6 @@ class Channel:
         """Return those of ``ranks`` whose connection to this rank has ended; see ``GlooGroup.find_lost``."""
         return [] if self._group is None else self._group.find_lost(ranks)
 
-    def close(self) -> None:
-        """Let go of everything; for a channel that nobody enters any more."""
-        self.close_group()
-        self.control.close()
-
     def close_group(self) -> None:
         """Drop the gloo group, if there is one; the next epoch makes its own."""
         if self._group is not None:
@@ -432,7 +428,7 @@ def open_channel(group: dist.ProcessGroup | None, coordinator: int) -> Channel:
     key = (members, coordinator)
     with _channels_lock:
         for stale in [key for key, channel in _channels.items() if not channel.is_current]:
-            _channels.pop(stale).close()
+            _channels.pop(stale).close_group()
         channel = _channels.get(key)
         if channel is None:
             channel = _channels[key] = Channel(

@@ -171,10 +171,6 @@ class ControlPlane:
         """Return a store below the same namespace, on a connection of its own."""
         return self._ask(lambda store: store.clone())  # type: ignore[attr-defined, no-any-return]  # missing in the stub
 
-    def close(self) -> None:
-        """Let the thread that talks to the store end."""
-        self._clerk.close()
-
     def put(self, key: str, value: bytes) -> None:
         """Set ``key``, replacing what was there."""
         # The stub knows only str; bytes are taken as they are.

@@ -248,7 +248,7 @@ class Exchange:
             return
         self._put_failed(self._num_exchanges, error)
         # This closes the group too: the coordinator may be about to receive from this rank.
-        self._channel.leave_without_verdict(f"{self._base}quit")
+        self._channel.leave_without_verdict(f"{self._base}quit", _show(error))
 
     # -- one exchange --------------------------------------------------------------------------------
 
@@ -431,7 +431,7 @@ class Exchange:
         except WireError as error:
             self._concluded = True
             self._put_failed(self._num_exchanges, error)
-            self._channel.leave_without_verdict(f"{self._base}quit")
+            self._channel.leave_without_verdict(f"{self._base}quit", _show(error))
             raise self._describe(
                 CoordinationMismatch,
                 f"the coordinator's verdict cannot be read: {error}",
@@ -449,7 +449,7 @@ class Exchange:
         """Leave this save; raise the coordinator's reason if it gives one soon, else ``error``."""
         grace = Deadline(verdict_grace)
         try:
-            self._channel.leave_without_verdict(f"{self._base}quit")
+            self._channel.leave_without_verdict(f"{self._base}quit", error.summary[:300])
             while self._control.wait([self._verdict_key(self._num_verdicts)], tick=lambda: not grace.is_over):
                 # Raises at an abort; a verdict of another kind came too late to be followed.
                 self._read_verdict(self._verdict_key(self._num_verdicts))
@@ -777,7 +777,10 @@ class Exchange:
         failures = self._read_failures(number + 1)
         if failures:
             self._abort_frames(self._identity.phase, failures)
-        self._abort(self._describe_like(error))
+        described = self._describe_like(error)
+        if (reason := self._control.read(f"{self._base}quit")) is not None:
+            described.details |= {"meanwhile": reason[:400].decode(errors="replace")}
+        self._abort(described)
 
     def _read_failures(self, number: int) -> dict[int, bytes]:
         """Return the failure frames that ranks have put for an exchange, by rank."""

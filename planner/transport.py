@@ -25,6 +25,11 @@ __all__ = ["gather", "receive_headed", "scatter", "send_headed", "send_parts"]
 _HEADER = struct.Struct("<4sQI")  # magic, size in bytes, checksum of the two
 _MAGIC = b"GCPH"
 _FOREVER_S = 10 * 365 * 86400.0
+_ADVICE_LOST = "look at that rank's own log: it was probably killed, frozen or cut off"
+_ADVICE_OUT_OF_REACH = (
+    "see whether that rank is there, and whether the coordinator's host reaches it at this address; "
+    "GLOO_SOCKET_IFNAME chooses the interface, on every rank"
+)
 _WINDOW = 64  # ranks that receives are posted for at a time
 
 
@@ -186,5 +191,5 @@ class _Posts:
         raise TransportError(
             f"{doing} group rank {rank} {nbytes:,} bytes over gloo failed: {reason}",
             ranks=[rank],
-            advice="look at that rank's own log: it was probably killed, frozen or cut off",
+            advice=_ADVICE_OUT_OF_REACH if "connecting" in reason else _ADVICE_LOST,
         )

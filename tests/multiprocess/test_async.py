@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from planner import (
     CoordinationConfig,
+    CoordinationError,
     CoordinationMismatch,
     GlooCoordinatedLoadPlanner,
     GlooCoordinatedPlanner,
@@ -274,6 +275,32 @@ def test_a_save_in_flight_while_process_groups_are_destroyed_ends_alike_on_all_r
     assert max(outcome.seconds for outcome in outcomes) < 15
     assert len({outcome.value for outcome in outcomes}) == 1
     assert (tmp_path / "x" / ".metadata").exists() == (outcomes[0].value == "None")
+
+
+def remake_groups_under_a_queued_save(rank, folder, port):
+    first = dcp.async_save(
+        state_of(rank), storage_writer=Gate(f"{folder}/first"), planner=GlooCoordinatedPlanner(config=CONFIG)
+    )
+    Gate.entered.wait()
+    queued = dcp.async_save(
+        state_of(rank), checkpoint_id=f"{folder}/queued", planner=GlooCoordinatedPlanner(config=CONFIG)
+    )
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=3)
+    Gate.opened.set()
+    first.exception()
+    with pytest.raises(CoordinationError, match="destroyed, or made anew"):
+        queued.result()
+    dcp.save(state_of(rank), checkpoint_id=f"{folder}/after", planner=GlooCoordinatedPlanner(config=CONFIG))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_queued_save_does_not_run_in_process_groups_that_were_made_anew_meanwhile(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(remake_groups_under_a_queued_save, 3, str(tmp_path), store.port, backend="gloo")
+    assert not (tmp_path / "queued").exists()
+    assert (tmp_path / "after" / ".metadata").exists()
 
 
 def share_one_planner(rank, folder):

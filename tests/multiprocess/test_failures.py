@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard
 
+import planner.exchange
 import planner.transport
 from planner import (
     CoordinationConfig,
@@ -88,6 +89,31 @@ def fail_everywhere(rank, folder, hook):
 def test_whatever_one_rank_raises_reaches_every_rank_and_the_next_save_works(hook, tmp_path):
     outcomes = run_ranks(fail_everywhere, WORLD, str(tmp_path), hook, timeout=100)
     assert max(outcome.value for outcome in outcomes) < 10
+
+
+def interrupt_twice(rank, folder):
+    writer, inner = make_storage_and_planner(f"{folder}/x", "create_local_plan", [1], KINDS["interrupt"])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if rank == 1:  # the first when it plans, the second when it tells the others of the first
+            monkeypatch.setattr(planner.exchange.Exchange, "_put_failed", interrupt)
+        with pytest.raises(KeyboardInterrupt if rank == 1 else CoordinationTimeout) as caught:
+            dcp.save(
+                state_of(rank), storage_writer=writer, planner=GlooCoordinatedPlanner(inner, config=SHORT)
+            )
+        assert rank == 1 or list(caught.value.ranks) == [1]
+    store = dist.distributed_c10d._get_default_store()
+    store.add("done", 1)
+    while store.add("done", 0) < WORLD:
+        pass
+    check_that_saving_works(rank, f"{folder}/after")
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_second_interrupt_while_a_save_ends_leaves_the_rank_able_to_save(tmp_path):
+    run_ranks(interrupt_twice, WORLD, str(tmp_path))
 
 
 class NamelessWriter(dcp.FileSystemWriter):

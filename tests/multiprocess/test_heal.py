@@ -1,6 +1,8 @@
 """After any failure the group is made anew, and nothing of the old one is left."""
 
+import ctypes
 import gc
+import os
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +40,10 @@ def count():
     store.add("counted again", 1)
     while store.add("counted again", 0) % dist.get_world_size():
         pass
-    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), keys
+    ctypes.CDLL(None).malloc_trim(0)
+    resident_nbytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    sockets = len(list(Path("/proc/self/fd").iterdir()))
+    return sockets, threading.active_count(), keys, resident_nbytes, len(gc.get_objects())
 
 
 def fail_and_heal(rank, folder):
@@ -59,13 +64,16 @@ def fail_and_heal(rank, folder):
 
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
-def test_fifty_failed_saves_leave_no_sockets_threads_or_store_keys_behind(tmp_path):
+def test_fifty_failed_saves_leave_no_sockets_threads_store_keys_or_memory_behind(tmp_path):
     outcomes = run_ranks(fail_and_heal, 3, str(tmp_path), timeout=150)
     for outcome in outcomes:
-        (sockets, threads, keys), (sockets_after, threads_after, keys_after) = outcome.value
+        sockets, threads, keys, resident_nbytes, num_objects = outcome.value[0]
+        sockets_after, threads_after, keys_after, resident_nbytes_after, num_objects_after = outcome.value[1]
         assert sockets_after <= sockets
         assert threads_after <= threads
         assert keys_after <= keys + 1  # our own count
+        assert resident_nbytes_after < resident_nbytes + 4 * 2**20  # a few hundred kB of malloc's own
+        assert num_objects_after < num_objects + 4 * ROUNDS
 
 
 def break_the_group(rank, folder):
