@@ -1,6 +1,7 @@
 """Coordinate torch.distributed.checkpoint saves and loads over a dedicated CPU gloo group.
 
-``dcp.save(state_dict, checkpoint_id=..., planner=GlooCoordinatedPlanner())`` is all there is to do.
+``dcp.save(state_dict, checkpoint_id=..., planner=GlooCoordinatedPlanner())`` is all there is to do; for
+engines that pass no planner, or their own, ``planner.enable()``.
 """
 
 from planner.errors import UnsupportedTorchError
@@ -25,6 +26,7 @@ from planner.errors import (  # noqa: E402
     PayloadError,
     PlannerError,
     RemoteError,
+    SwitchError,
     TransportError,
     UnencodableError,
     WireError,
@@ -32,6 +34,7 @@ from planner.errors import (  # noqa: E402
 from planner.load_planner import GlooCoordinatedLoadPlanner  # noqa: E402
 from planner.report import PhaseReport, SaveReport  # noqa: E402
 from planner.save_planner import GlooCoordinatedPlanner  # noqa: E402
+from planner.switch import coordinated, disable, enable, enable_from_environment  # noqa: E402
 from planner.wire.objects import register_codec  # noqa: E402
 
 __version__ = "0.1.0"
@@ -51,9 +54,15 @@ __all__ = [
     "PlannerError",
     "RemoteError",
     "SaveReport",
+    "SwitchError",
     "TransportError",
     "UnencodableError",
     "UnsupportedTorchError",
     "WireError",
+    "coordinated",
+    "disable",
+    "enable",
     "register_codec",
 ]
+
+enable_from_environment()

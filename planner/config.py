@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 from planner.errors import ConfigError
 
@@ -19,6 +20,9 @@ class CoordinationConfig:
     Raises:
         ConfigError: a value is of the wrong type or impossible; all problems at once.
     """
+
+    coordination: Literal["gloo", "default"] = "gloo"
+    """``gloo``, or ``default`` to leave saves and loads to stock DCP, with the engine's own planner."""
 
     plan_timeout: timedelta = timedelta(minutes=10)
     """How long ranks may take to agree: to enter, to make a local plan, to move plans and metadata.
@@ -36,6 +40,8 @@ class CoordinationConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         problems = []
+        if self.coordination not in ("gloo", "default"):
+            problems.append(f"coordination must be 'gloo' or 'default', not {self.coordination!r}")
         for name in ("plan_timeout", "io_timeout", "progress_interval"):
             value = getattr(self, name)
             if value is None and name == "io_timeout":

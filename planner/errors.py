@@ -13,6 +13,7 @@
     │   └── TransportError             the dedicated group or the store failed underneath
     ├── RemoteError                    stands in for another rank's exception that could not travel
     ├── ConfigError                    (ValueError) a wrong option, found before anything is sent
+    ├── SwitchError                    (RuntimeError) coordination could not be turned on or off now
     └── UnsupportedTorchError          (ImportError) this torch lacks a name the seam relies on
 
 One rank's own failure (its planner or its storage raised) reaches every rank as DCP's
@@ -42,6 +43,7 @@ __all__ = [
     "PayloadError",
     "PlannerError",
     "RemoteError",
+    "SwitchError",
     "TransportError",
     "UnencodableError",
     "UnsupportedTorchError",
@@ -275,6 +277,10 @@ class ConfigError(PlannerError, ValueError):
 
     def __str__(self) -> str:
         return "; ".join(self.problems)
+
+
+class SwitchError(PlannerError, RuntimeError):
+    """Coordination of the process could not be turned on or off; the message says what holds now."""
 
 
 class UnsupportedTorchError(PlannerError, ImportError):
