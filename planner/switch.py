@@ -190,19 +190,23 @@ def _announce(layer: _Layer) -> None:
         )
 
 
-def enable_from_environment() -> None:
-    """Turn coordination on where DCP_COORDINATION says ``gloo``; called once, when planner is imported.
+def enable_from_environment(*, default: str = "default", source: str = "") -> None:
+    """Turn coordination on if DCP_COORDINATION says ``gloo``; called when planner is imported.
+
+    Args:
+        default: what holds where it says nothing.
+        source: who asks, for the log, where it is not the variable alone.
 
     Raises:
         ConfigError: it says something that is no choice.
     """
-    choice = os.environ.get(_VARIABLE, "default")
+    choice = os.environ.get(_VARIABLE, default)
     if choice not in ("gloo", "default"):
         raise ConfigError(
             [f"the environment variable {_VARIABLE} must be 'gloo' or 'default', not {choice!r}"]
         )
     if choice == "gloo":
-        enable(CoordinationConfig(), source=f"the environment variable {_VARIABLE}")
+        enable(CoordinationConfig(), source=source or f"the environment variable {_VARIABLE}")
 
 
 # -- what is running ---------------------------------------------------------------------------------

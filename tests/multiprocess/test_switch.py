@@ -1,6 +1,9 @@
 """``planner.enable`` and ``planner.coordinated`` on real ranks: every save and load, whatever its planner."""
 
+import os
 import pickle
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -285,3 +288,31 @@ def fail_under_the_switch(rank, folder):
 
 def test_a_failure_of_an_engines_planner_is_every_ranks_and_the_next_save_works(tmp_path):
     run_ranks(fail_under_the_switch, 3, str(tmp_path))
+
+
+UNEDITED = """
+import sys, torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+dist.init_process_group("cuda:gloo")  # refuses every collective
+dcp.save({"weight": torch.ones(4)}, checkpoint_id=sys.argv[1])
+"""
+
+
+def test_a_script_that_nobody_edits_runs_under_torchrun(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(UNEDITED)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
+            *("-m", "planner", "run", str(script), str(tmp_path / "x")),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert written(tmp_path / "x").state_dict_metadata.keys() == {"weight"}

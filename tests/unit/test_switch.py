@@ -1,5 +1,6 @@
 """The switch on its own: what is on, what it replaces, and who else replaces the same. No ranks."""
 
+import json
 import logging
 import os
 import subprocess
@@ -218,3 +219,62 @@ def test_one_import_and_the_environment_are_enough():
     assert done.returncode == 1
     assert done.stdout == ""
     assert "DCP_COORDINATION must be 'gloo' or 'default', not 'glo'" in done.stderr
+
+
+SCRIPT = """
+import json, os, pickle, sys
+import helper_beside_the_script
+import torch.distributed.checkpoint as dcp
+class Mine: pass
+if __name__ == "__main__":
+    from planner.switch import active_config
+    facts = {
+        "argv": sys.argv, "path": sys.path[0], "name": __name__, "file": os.path.abspath(__file__),
+        "pickles": type(pickle.loads(pickle.dumps(Mine()))) is Mine, "package": bool(__package__),
+        "on": active_config() is not None,
+    }
+    print(json.dumps(facts))
+    if "--fail" in sys.argv:
+        raise ValueError("as asked")
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    for path in (tmp_path / "train.py", tmp_path / "package" / "train.py"):
+        path.write_text(SCRIPT)
+    (tmp_path / "helper_beside_the_script.py").touch()
+    return tmp_path / "train.py"
+
+
+ARGUMENTS = ["--version", "-m", "--", "-h", "--lr=3", "--fail-not"]
+
+
+def facts_of(done):
+    assert done.returncode == 7, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_run_is_as_python_itself_with_the_switch_on(script, monkeypatch):
+    monkeypatch.chdir(script.parent)
+    for target in (["train.py"], ["-m", "package.train"]):
+        stock = facts_of(run(*target, *ARGUMENTS))
+        ours = facts_of(run("-m", "planner", "run", *target, *ARGUMENTS))
+        assert ours.pop("on")
+        assert not stock.pop("on")
+        assert ours == stock
+    assert not facts_of(run("-m", "planner", "run", str(script), DCP_COORDINATION="default"))["on"]
+
+
+def test_run_lets_the_scripts_error_through(script):
+    done = run("-m", "planner", "run", str(script), "--fail")
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ValueError: as asked")
+    assert f'File "{script}", line ' in done.stderr
+    assert run("-m", "planner", "run", str(script), DCP_COORDINATION="glo").returncode == 1
+    done = run("-m", "planner", "run")
+    assert done.returncode == 2
+    assert "TARGET" in done.stderr
