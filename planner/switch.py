@@ -193,20 +193,19 @@ def _announce(layer: _Layer) -> None:
 def enable_from_environment(*, default: str = "default", source: str = "") -> None:
     """Turn coordination on if DCP_COORDINATION says ``gloo``; called when planner is imported.
 
+    How is for the other variables of ``CoordinationConfig.from_env``, which are looked at only then.
+
     Args:
-        default: what holds where it says nothing.
+        default: what holds where DCP_COORDINATION says nothing.
         source: who asks, for the log, where it is not the variable alone.
 
     Raises:
-        ConfigError: it says something that is no choice.
+        ConfigError: what is wrong with the variables; nothing was changed.
     """
-    choice = os.environ.get(_VARIABLE, default)
-    if choice not in ("gloo", "default"):
-        raise ConfigError(
-            [f"the environment variable {_VARIABLE} must be 'gloo' or 'default', not {choice!r}"]
-        )
-    if choice == "gloo":
-        enable(CoordinationConfig(), source=source or f"the environment variable {_VARIABLE}")
+    if os.environ.get(_VARIABLE, default) == "default":
+        return
+    config = CoordinationConfig.from_env(over=CoordinationConfig())
+    enable(config, source=source or f"the environment variable {_VARIABLE}")
 
 
 # -- what is running ---------------------------------------------------------------------------------

@@ -218,7 +218,10 @@ def test_one_import_and_the_environment_are_enough():
     done = run("-c", PROBE, DCP_COORDINATION="glo")
     assert done.returncode == 1
     assert done.stdout == ""
-    assert "DCP_COORDINATION must be 'gloo' or 'default', not 'glo'" in done.stderr
+    assert "DCP_COORDINATION must be 'gloo' or 'default', not 'glo'; did you mean 'gloo'?" in done.stderr
+    done = run("-c", PROBE, DCP_COORDINATION="gloo", DCP_COORDINATION_PLAN_TIMOUT_S="3")
+    assert done.returncode == 1
+    assert "did you mean DCP_COORDINATION_PLAN_TIMEOUT_S?" in done.stderr
 
 
 SCRIPT = """
