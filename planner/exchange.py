@@ -416,7 +416,10 @@ class Exchange:
                     "the coordinator " + ("shows no sign of life any more" if was_here else "never entered"),
                     ranks=[channel.coordinator],
                     elapsed=deadline.elapsed,
-                    advice="find out whether that rank called the save, and whether it is frozen or gone",
+                    advice=(
+                        "find out whether that rank called the save, with coordination on, and whether it is "
+                        "frozen or gone"
+                    ),
                 ),
                 grace,
             )
@@ -755,7 +758,8 @@ class Exchange:
                 elapsed=waiting.elapsed,
                 advice=(
                     "look at those ranks' logs: did they raise, exit, or freeze, or call the save without "
-                    "GlooCoordinatedPlanner? If they are only slow, raise plan_timeout (or io_timeout)"
+                    "GlooCoordinatedPlanner, or with coordination off? If they are only slow, raise "
+                    "plan_timeout (or io_timeout)"
                 ),
             )
         )

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 import planner
 from planner import CoordinationConfig, CoordinationTimeout, GlooCoordinatedPlanner, GlooDistWrapper
+from planner.wire import frame
 from tests.support.ranks import run_ranks
 
 WEDGED = "tests.support.recording:recording"
@@ -240,6 +241,22 @@ def test_ranks_with_the_switch_off_are_named_on_those_with_it_on(off, tmp_path):
     for rank in on:
         assert outcomes[rank].value == tuple(off)
         assert outcomes[rank].seconds < 15
+    assert not (tmp_path / "x" / ".metadata").exists()
+
+
+def save_with_another_version_on_a_rank(rank, folder, odd):
+    if rank == odd:
+        frame.WIRE_VERSION += 1
+    with planner.coordinated(CONFIG), pytest.raises(planner.CoordinationMismatch, match="version") as caught:
+        save(state_of(rank), checkpoint_id=f"{folder}/x")
+    return caught.value.ranks
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_rank_with_another_version_is_named_on_all_ranks(odd, tmp_path):
+    outcomes = run_ranks(save_with_another_version_on_a_rank, 3, str(tmp_path), odd)
+    for rank, outcome in enumerate(outcomes):  # to the odd one the others are
+        assert odd in outcome.value or rank == odd
     assert not (tmp_path / "x" / ".metadata").exists()
 
 
