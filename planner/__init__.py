@@ -4,7 +4,16 @@
 engines that pass no planner, or their own, ``planner.enable()``.
 """
 
+import torch as _torch
+import torch.distributed as _dist
+
 from planner.errors import UnsupportedTorchError
+
+if not (_dist.is_available() and _dist.is_gloo_available()):
+    raise UnsupportedTorchError(
+        [f"torch {_torch.__version__}", "this build has no gloo"],
+        "Install one that has: those of pytorch.org do, and one from source with USE_GLOO=1",
+    )
 
 try:
     from planner import seam as _seam

@@ -284,19 +284,24 @@ class SwitchError(PlannerError, RuntimeError):
 
 
 class UnsupportedTorchError(PlannerError, ImportError):
-    """This torch lacks a private name the seam relies on; DCP was left untouched.
+    """This torch lacks a private name the seam relies on, or gloo; DCP was left untouched.
 
     Attributes:
         problems: every check that failed, one sentence each.
+        advice: what to do.
     """
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__(self.problems)
+    def __init__(
+        self,
+        problems: Iterable[str],
+        advice: str = "Until this is supported pass process_group=<a gloo group> to dcp.save instead",
+    ) -> None:
+        self.problems, self.advice = tuple(problems), advice
+        super().__init__(self.problems, advice)
 
     def __str__(self) -> str:
         return (
             "this torch differs from what GlooCoordinatedPlanner relies on: "
             + "; ".join(self.problems)
-            + ". Until this is supported pass process_group=<a gloo group> to dcp.save instead"
+            + f". {self.advice}"
         )

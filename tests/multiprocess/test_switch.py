@@ -1,7 +1,9 @@
 """``planner.enable`` and ``planner.coordinated`` on real ranks: every save and load, whatever its planner."""
 
+import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -333,3 +335,30 @@ def test_a_script_that_nobody_edits_runs_under_torchrun(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert written(tmp_path / "x").state_dict_metadata.keys() == {"weight"}
+
+
+def save_and_listen(rank, folder):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.name}: {record.getMessage()}")
+    logging.getLogger("planner").addHandler(handler)
+    planner.enable(CONFIG)  # before logging is set up, as at `import planner`
+    logging.getLogger("planner").setLevel(logging.INFO)
+    for name in ("model", "optimizer"):
+        save(state_of(rank), checkpoint_id=f"{folder}/{name}")
+    return lines
+
+
+def test_one_line_says_how_it_was_turned_on_and_one_a_save_what_it_took(tmp_path):
+    coordinator, other = [outcome.value for outcome in run_ranks(save_and_listen, 2, str(tmp_path))]
+    turned_on, *saves = coordinator
+    assert re.fullmatch(
+        r"planner\.switch: .* coordinated over gloo, by planner\.enable\(\) at .*:\d+", turned_on
+    )
+    for name, line in zip(("model", "optimizer"), saves, strict=True):
+        assert re.fullmatch(
+            rf"planner\.exchange: save of '{tmp_path}/{name}' on 2 ranks: coordination over gloo took "
+            r"[\d.]+ s of [\d.]+ s; this rank sent [\d,]+ bytes and received [\d,]+",
+            line,
+        )
+    assert [line.split(" at ")[0] for line in other] == [turned_on.split(" at ")[0]]
