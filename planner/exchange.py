@@ -179,7 +179,11 @@ class Exchange:
             raise CoordinationError(
                 "a save or load of the same ranks is running in this very thread",
                 ranks=[self._channel.group_rank],
-                advice="let a storage or planner that saves on its own pass another planner, or no_dist=True",
+                advice=(
+                    "let a storage or planner that saves on its own pass another planner, or no_dist=True; "
+                    "where coordination is on for the process, leave it to stock DCP there: "
+                    'planner.coordinated(CoordinationConfig(coordination="default"))'
+                ),
             )
         # The save before has deadlines of its own, so this wait ends.
         while not turns.wait(self._turn, self._config.progress_interval):

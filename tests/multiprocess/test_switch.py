@@ -362,3 +362,24 @@ def test_one_line_says_how_it_was_turned_on_and_one_a_save_what_it_took(tmp_path
             line,
         )
     assert [line.split(" at ")[0] for line in other] == [turned_on.split(" at ")[0]]
+
+
+class Talking(dcp.FileSystemWriter):
+    """Talks to the other ranks by a wrapper of its own, in the middle of the save."""
+
+    def write_data(self, plan, planner):
+        utils._DistWrapper(None, True, 0).barrier()
+        return super().write_data(plan, planner)
+
+
+def save_with_a_talking_storage(rank, folder):
+    planner.enable(CONFIG)
+    with pytest.raises(CheckpointException, match="in this very thread") as caught:
+        save(state_of(rank), storage_writer=Talking(f"{folder}/x"))
+    assert sorted(caught.value.failures) == [0, 1]
+    save(state_of(rank), checkpoint_id=f"{folder}/x")
+
+
+def test_a_storage_that_makes_its_own_wrapper_inside_a_save_is_refused_by_name_at_once(tmp_path):
+    outcomes = run_ranks(save_with_a_talking_storage, 2, str(tmp_path))
+    assert max(outcome.seconds for outcome in outcomes) < 15
