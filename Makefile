@@ -20,8 +20,12 @@ endif
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' Makefile
 
-demo: $(ENVIRONMENT) ## train, save, load and compare on this machine, in under a minute
+demo: $(ENVIRONMENT) ## train, save, load and compare on this machine (AB=1: what a save costs in three ways)
+ifdef AB
+	PYTHONPATH=examples $(PY) -m engine.ab $(ARGS)
+else
 	$(PY) -m planner demo $(ARGS)
+endif
 
 test: $(ENVIRONMENT) ## run the tests
 	$(PY) -m pytest -n 4 $(ARGS)
@@ -39,7 +43,7 @@ bench: $(ENVIRONMENT) ## run the benchmarks in their short form
 
 clean: ## remove the environment and everything generated
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
-	find planner tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find planner tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

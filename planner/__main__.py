@@ -6,7 +6,7 @@ import argparse
 import sys
 
 import planner
-from planner import demo
+from planner import demo, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,6 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("demo", help="train, save, load and compare on this machine")
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
+
+    command = commands.add_parser("run", help="run a script or module with coordination turned on")
+    run.add_arguments(command)
+    command.set_defaults(run=run.run)
 
     options = parser.parse_args(arguments)
     code: int = options.run(options)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextvars
 import inspect
 import sys
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.distributed_c10d import _get_default_group
 
+from planner import names, switch
 from planner.channel import Channel, open_channel
 from planner.config import CoordinationConfig
 from planner.coordinated import Coordinated
@@ -42,13 +45,34 @@ _A_LONG_TIME = timedelta(minutes=10)
 _daemon_members: list[tuple[int, ...]] = []  # of the one daemon of this process, once we have started it
 
 
-class _ThreadExecutor(_ThreadBasedAsyncCheckpointExecutor):
-    """Takes the save's turn on the caller's thread."""
+class _Coordinating:
+    """Settles on the caller's thread what a save is coordinated with."""
 
     def execute_save(self, staging_future_or_state_dict: Any, **options: Any) -> Future[Any]:
-        planner = options.get("planner")
-        if not isinstance(planner, Coordinated):
-            return super().execute_save(staging_future_or_state_dict, **options)
+        running = switch.Running("asynchronous save")
+        try:
+            planner = options["planner"] = switch.coordinate(options.get("planner"), "save")
+            save = partial(super().execute_save, staging_future_or_state_dict)  # type: ignore[misc]
+            is_ours = isinstance(planner, Coordinated)
+            future: Future[Any] = self._save(planner, save, options) if is_ours else save(**options)
+        except BaseException:
+            running.end()
+            raise
+        future.add_done_callback(running.end)
+        return future
+
+    def _save(
+        self, planner: Coordinated, save: Callable[..., Future[Any]], options: dict[str, Any]
+    ) -> Future[Any]:
+        raise NotImplementedError
+
+
+class _ThreadExecutor(_Coordinating, _ThreadBasedAsyncCheckpointExecutor):
+    """Takes the save's turn on the caller's thread."""
+
+    def _save(
+        self, planner: Coordinated, save: Callable[..., Future[Any]], options: dict[str, Any]
+    ) -> Future[Any]:
         channel = _channel_of(options)
         reserved = None if channel is None else (channel, channel.turns.take())
         options["planner"] = ours = planner.copy_for_one_save(reserved=reserved)
@@ -64,7 +88,7 @@ class _ThreadExecutor(_ThreadBasedAsyncCheckpointExecutor):
                 reserved[0].turns.end(reserved[1])
 
         try:
-            future = super().execute_save(staging_future_or_state_dict, **options)
+            future = save(**options)
         except BaseException:
             end_turns()
             raise
@@ -72,15 +96,14 @@ class _ThreadExecutor(_ThreadBasedAsyncCheckpointExecutor):
         return future
 
 
-class _ProcessExecutor(_ProcessBasedAsyncCheckpointExecutor):
+class _ProcessExecutor(_Coordinating, _ProcessBasedAsyncCheckpointExecutor):
     """Starts the daemon without the device group, and refuses one that has other ranks."""
 
     _turn: object | None = None
 
-    def execute_save(self, staging_future_or_state_dict: Any, **options: Any) -> Future[Any]:
-        planner = options.get("planner")
-        if not isinstance(planner, Coordinated):
-            return super().execute_save(staging_future_or_state_dict, **options)
+    def _save(
+        self, planner: Coordinated, save: Callable[..., Future[Any]], options: dict[str, Any]
+    ) -> Future[Any]:
         group = options.get("process_group")
         members = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
         is_running = _async_process_executor._CHECKPOINT_PROCESS is not None
@@ -105,7 +128,7 @@ class _ProcessExecutor(_ProcessBasedAsyncCheckpointExecutor):
         self._turn = _daemon_turns.take()
         token = _starting_daemon.set(planner.config)
         try:
-            future = super().execute_save(staging_future_or_state_dict, **options)
+            future = save(**options)
         except BaseException:
             _daemon_turns.end(self._turn)
             raise
@@ -182,7 +205,8 @@ def _default_group_for_async_save() -> Any:
     group = _get_default_group()
     caller = sys._getframe(1)
     is_asking = caller.f_code.co_name == "async_save" and "pg" in caller.f_code.co_varnames
-    if is_asking and isinstance(caller.f_locals.get("planner"), Coordinated):
+    is_ours = isinstance(caller.f_locals.get("planner"), Coordinated) or switch.active_config() is not None
+    if is_asking and is_ours:
         return _WithCpu(group)
     return group
 
@@ -195,7 +219,7 @@ def install() -> None:
         (state_dict_saver, "_get_default_group", _default_group_for_async_save),
         (_async_process_executor, "_DistWrapper", _choose_dist_wrapper_for_daemon),
     ):
-        setattr(module, name, ours)
+        names.replace(module, name, ours)
 
 
 def find_problems() -> list[str]:

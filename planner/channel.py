@@ -242,8 +242,8 @@ class Channel:
             ranks=[self.coordinator],
             elapsed=deadline.elapsed,
             advice=(
-                "find out whether that rank called the save at all, with GlooCoordinatedPlanner, "
-                "and with the same process group"
+                "find out whether that rank called the save at all, with GlooCoordinatedPlanner or "
+                "coordination on, and with the same process group"
             ),
         )
 

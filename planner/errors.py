@@ -13,6 +13,7 @@
     │   └── TransportError             the dedicated group or the store failed underneath
     ├── RemoteError                    stands in for another rank's exception that could not travel
     ├── ConfigError                    (ValueError) a wrong option, found before anything is sent
+    ├── SwitchError                    (RuntimeError) coordination could not be turned on or off now
     └── UnsupportedTorchError          (ImportError) this torch lacks a name the seam relies on
 
 One rank's own failure (its planner or its storage raised) reaches every rank as DCP's
@@ -42,6 +43,7 @@ __all__ = [
     "PayloadError",
     "PlannerError",
     "RemoteError",
+    "SwitchError",
     "TransportError",
     "UnencodableError",
     "UnsupportedTorchError",
@@ -277,20 +279,29 @@ class ConfigError(PlannerError, ValueError):
         return "; ".join(self.problems)
 
 
+class SwitchError(PlannerError, RuntimeError):
+    """Coordination of the process could not be turned on or off; the message says what holds now."""
+
+
 class UnsupportedTorchError(PlannerError, ImportError):
-    """This torch lacks a private name the seam relies on; DCP was left untouched.
+    """This torch lacks a private name the seam relies on, or gloo; DCP was left untouched.
 
     Attributes:
         problems: every check that failed, one sentence each.
+        advice: what to do.
     """
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__(self.problems)
+    def __init__(
+        self,
+        problems: Iterable[str],
+        advice: str = "Until this is supported pass process_group=<a gloo group> to dcp.save instead",
+    ) -> None:
+        self.problems, self.advice = tuple(problems), advice
+        super().__init__(self.problems, advice)
 
     def __str__(self) -> str:
         return (
             "this torch differs from what GlooCoordinatedPlanner relies on: "
             + "; ".join(self.problems)
-            + ". Until this is supported pass process_group=<a gloo group> to dcp.save instead"
+            + f". {self.advice}"
         )

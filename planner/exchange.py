@@ -181,7 +181,11 @@ class Exchange:
             raise CoordinationError(
                 "a save or load of the same ranks is running in this very thread",
                 ranks=[self._channel.group_rank],
-                advice="let a storage or planner that saves on its own pass another planner, or no_dist=True",
+                advice=(
+                    "let a storage or planner that saves on its own pass another planner, or no_dist=True; "
+                    "where coordination is on for the process, leave it to stock DCP there: "
+                    'planner.coordinated(CoordinationConfig(coordination="default"))'
+                ),
             )
         # The save before has deadlines of its own, so this wait ends.
         while not turns.wait(self._turn, self._config.progress_interval):
@@ -418,7 +422,10 @@ class Exchange:
                     "the coordinator " + ("shows no sign of life any more" if was_here else "never entered"),
                     ranks=[channel.coordinator],
                     elapsed=deadline.elapsed,
-                    advice="find out whether that rank called the save, and whether it is frozen or gone",
+                    advice=(
+                        "find out whether that rank called the save, with coordination on, and whether it is "
+                        "frozen or gone"
+                    ),
                 ),
                 grace,
             )
@@ -765,7 +772,8 @@ class Exchange:
                 elapsed=waiting.elapsed,
                 advice=(
                     "look at those ranks' logs: did they raise, exit, or freeze, or call the save without "
-                    "GlooCoordinatedPlanner? If they are only slow, raise plan_timeout (or io_timeout)"
+                    "GlooCoordinatedPlanner, or with coordination off? If they are only slow, raise "
+                    "plan_timeout (or io_timeout)"
                 ),
             )
         )

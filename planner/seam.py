@@ -14,8 +14,10 @@ import dataclasses
 import functools
 import inspect
 import logging
+import sys
 import time
 from collections.abc import Callable
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint import utils as dcp_utils
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from planner import async_save
+from planner import async_save, names, switch
 from planner.coordinated import Coordinated
 from planner.dist_wrapper import GlooDistWrapper
 from planner.errors import CoordinationError, CoordinationMismatch, UnsupportedTorchError
@@ -59,6 +61,7 @@ def _choose_dist_wrapper(
     """Return ours for a call with our planner, the stock class's for any other."""
     call = _current_call.get()
     if call is None:
+        _refuse_unnoted(sys._getframe(1))
         return _DistWrapper(group, use_dist, coordinator_rank)
     call.wrapper = GlooDistWrapper(
         group,
@@ -76,6 +79,26 @@ def _choose_dist_wrapper(
     _expect_world(call.planner, group, use_dist=use_dist)
     _await_planner(call)
     return call.wrapper
+
+
+def _refuse_unnoted(caller: FrameType) -> None:
+    """Refuse a call with our planner that did not come by ``_noting_the_planner``."""
+    if isinstance(caller.f_locals.get("planner"), Coordinated):
+        raise CoordinationError(
+            f"{caller.f_code.co_name} runs with a planner of this library, but another library replaced it "
+            "after planner was imported; the save or load would run over the device group",
+            advice="undo that, or do it before planner is imported",
+        )
+
+
+def _require_wrapper(module: ModuleType, operation: str) -> None:
+    """Refuse a call whose wrapper would not be ours, before anything has begun."""
+    if stranger := names.check(module, "_DistWrapper"):
+        raise CoordinationError(
+            f"{stranger} after planner was imported; the {operation} would run over the device group",
+            operation=operation,
+            advice="undo that, or do it before planner is imported",
+        )
 
 
 def _await_planner(call: _Call) -> None:
@@ -110,20 +133,26 @@ def _expect_world(planner: Coordinated, group: dist.ProcessGroup | None, *, use_
 
 
 def _noting_the_planner(
-    original: Callable[..., Any], operation: str, storage_name: str
+    original: Callable[..., Any], module: ModuleType, operation: str, storage_name: str
 ) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind_partial(*args, **kwargs).arguments
-        planner = arguments.get("planner")
+        bound = signature.bind_partial(*args, **kwargs)
+        given = bound.arguments.get("planner")
+        planner = switch.coordinate(given, operation)
+        if planner is not given:
+            bound.arguments["planner"] = planner
+            args, kwargs = bound.args, bound.kwargs
         call = None
         if isinstance(planner, Coordinated):
-            call = _Call(planner, operation, arguments.get(storage_name))
+            _require_wrapper(module, operation)
+            call = _Call(planner, operation, bound.arguments.get(storage_name))
         token = _current_call.set(call)
         try:
-            return original(*args, **kwargs) if call is None else _run_call(call, original, args, kwargs)
+            with switch.Running(operation):
+                return original(*args, **kwargs) if call is None else _run_call(call, original, args, kwargs)
         finally:
             _current_call.reset(token)
 
@@ -169,6 +198,10 @@ def _end_call(call: _Call, error: BaseException | None, start: float) -> None:
         (call.planner.asked_as or call.planner).report = report
 
 
+_CALLS = (
+    (state_dict_saver, "_save_state_dict", "save", "storage_writer"),
+    (state_dict_loader, "_load_state_dict", "load", "storage_reader"),
+)
 _is_installed = False
 
 
@@ -182,14 +215,10 @@ def install() -> None:
     if _is_installed:
         return
     check()
-    state_dict_saver._save_state_dict = _noting_the_planner(
-        state_dict_saver._save_state_dict, "save", "storage_writer"
-    )
-    state_dict_loader._load_state_dict = _noting_the_planner(
-        state_dict_loader._load_state_dict, "load", "storage_reader"
-    )
-    for module in (state_dict_saver, state_dict_loader):
-        module._DistWrapper = _choose_dist_wrapper  # type: ignore[attr-defined]
+    for module, function, operation, storage in _CALLS:
+        ours = _noting_the_planner(names.find(module, function), module, operation, storage)
+        names.replace(module, function, ours)
+        names.replace(module, "_DistWrapper", _choose_dist_wrapper)
     async_save.install()
     _is_installed = True
 
@@ -218,11 +247,7 @@ _METHODS = {
 
 def find_problems() -> list[str]:
     """Return what this torch lacks of all that we rely on, one sentence each; empty when it can be used."""
-    if not dist.is_available():
-        return ["torch.distributed is not available in this build"]
     problems = []
-    if not dist.is_gloo_available():
-        problems.append("this build of torch has no gloo")
     stock = dcp_utils._DistWrapper
     for name, expected in _METHODS.items():
         method = stock.__dict__.get(name)
@@ -233,10 +258,7 @@ def find_problems() -> list[str]:
     unknown = [name for name, value in vars(stock).items() if inspect.isfunction(value) and name not in known]
     if unknown:
         problems.append(f"_DistWrapper has methods that are new to us: {sorted(unknown)}")
-    for module, function, storage in (
-        (state_dict_saver, "_save_state_dict", "storage_writer"),
-        (state_dict_loader, "_load_state_dict", "storage_reader"),
-    ):
+    for module, function, _, storage in _CALLS:
         where = f"{module.__name__}.{function}"
         original = getattr(module, function, None)
         if not callable(original):

@@ -36,6 +36,10 @@ def check_arguments(
         problems.append(f"inner of type {type(inner).__name__} is no {kind}: it lacks {missing}")
     if config is not None and not isinstance(config, CoordinationConfig):
         problems.append(f"config must be a CoordinationConfig, not {type(config).__name__}")
+    elif config is not None and config.coordination != "gloo":
+        problems.append(
+            f"config has coordination={config.coordination!r}, with which no planner of ours is used"
+        )
     if problems:
         raise ConfigError(problems)
 

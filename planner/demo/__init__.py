@@ -1,29 +1,24 @@
 """``python -m planner demo``: the main job of this library on one machine, in under a minute.
 
 Read in this order: ``model.py`` (what is trained), ``save.py`` (how it is saved), ``load.py`` (how it is
-loaded and checked), ``measure.py`` (what that cost, beside stock DCP), ``table.py``.
+loaded and checked), ``measure.py`` (what that cost, beside stock DCP), ``table.py``; ``launch.py`` starts
+the processes.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
-import multiprocessing
-import os
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from planner.demo.launch import describe, launch
 from planner.demo.load import Compared, load_and_compare
 from planner.demo.measure import OURS
 from planner.demo.save import TRAINED, TrainedAndSaved, train_and_save
@@ -106,14 +101,14 @@ def run(options: argparse.Namespace) -> int:
         try:
             return _run_in(Path(folder).resolve(), options)
         except ChildFailedError as error:
-            print(_describe(error), file=sys.stderr)
+            print(describe(error), file=sys.stderr)
             return 1
 
 
 def _run_in(folder: Path, options: argparse.Namespace) -> int:
     start = time.perf_counter()
     trained = {} if options.load else _train(folder, options)
-    compared: dict[int, Compared] = _launch(options.load_ranks, load_and_compare, folder)
+    compared: dict[int, Compared] = launch(options.load_ranks, load_and_compare, folder)
     differences = sorted({line for result in compared.values() for line in result.differences})
     print(f"refused  stock dcp.load on the default group: {compared[0].refusal}")
     print(f"loaded   ours and stock's on {options.load_ranks} processes over their default group with")
@@ -135,7 +130,7 @@ def _run_in(folder: Path, options: argparse.Namespace) -> int:
 
 def _train(folder: Path, options: argparse.Namespace) -> dict[int, TrainedAndSaved]:
     mode = options.async_mode
-    trained: dict[int, TrainedAndSaved] = _launch(
+    trained: dict[int, TrainedAndSaved] = launch(
         options.ranks,
         train_and_save,
         folder,
@@ -155,57 +150,6 @@ def _train(folder: Path, options: argparse.Namespace) -> dict[int, TrainedAndSav
         print(f"         of which {during} began before the save ended,")
     print("         and with stock DCP and process_group=<a gloo group>")
     return trained
-
-
-def _launch(ranks: int, worker: Callable[..., Any], *args: object, hidden: Std = Std.NONE) -> dict[int, Any]:
-    """Run ``worker`` on ``ranks`` processes of this machine and return their results by rank."""
-    _prepare_workers()
-    with tempfile.TemporaryDirectory(prefix="planner-demo-logs-") as log_dir:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id="planner-demo",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir, redirects=hidden),
-            start_method="forkserver",
-        )
-        results: dict[int, Any] = elastic_launch(config, _work)(worker, *args)
-    return results
-
-
-def _work(worker: Callable[..., Any], *args: object) -> object:
-    try:
-        return worker(*args)
-    except CheckpointException as error:
-        # A BaseException, of which the launcher would not record the traceback.
-        raise RuntimeError("DCP reported a failure") from error
-
-
-def _prepare_workers() -> None:
-    # They are forked from one process that has imported torch, instead of importing it N times.
-    multiprocessing.set_forkserver_preload(["planner.demo", "torch._dynamo"])
-    # They inherit the environment: no accelerator, no network but this machine's own.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    # The traceback of one that failed is printed once, by us.
-    for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _describe(error: ChildFailedError) -> str:
-    """Return what the workers failed with, each traceback once."""
-    ranks: dict[str, list[int]] = {}
-    for rank, failure in sorted(error.failures.items()):
-        recorded = failure.error_file_data["message"]  # a text where the worker could not say more
-        text = recorded["extraInfo"]["py_callstack"] if isinstance(recorded, dict) else failure.message
-        ranks.setdefault(text.rstrip(), []).append(rank)
-    return "\n".join(f"demo: failed on ranks {where}\n{text}" for text, where in ranks.items())
 
 
 def _positive(text: str) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import pickle  # noqa: TID251 - measures what stock DCP sends, which is pickled
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ from unittest import mock
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from planner import GlooCoordinatedLoadPlanner, GlooCoordinatedPlanner
+from planner import GlooCoordinatedLoadPlanner, GlooCoordinatedPlanner, GlooDistWrapper
 
 OURS, STOCK = "ours", "stock"
 
@@ -78,6 +79,48 @@ def measure_stock(operation: str, what: str, call: Callable[[], None]) -> Call:
         call()
         total_seconds = time.perf_counter() - start
     return Call(operation, what, STOCK, tuple(phases), total_seconds)
+
+
+@dataclass
+class ExchangeTime:
+    """What ``measure_exchange`` yields: seconds in coordination on this rank, once the body has ended."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def measure_exchange() -> Iterator[ExchangeTime]:
+    """Measure DCP's steps in the body, without the planner's and the storage's own work.
+
+    The same clock at the same place for ours and stock: around each step of the wrapper, less the
+    functions that DCP gives to it. For calls by one thread.
+    """
+    time_spent = ExchangeTime()
+
+    def timed(call: Callable[..., Any], sign: int) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                time_spent.seconds += sign * (time.perf_counter() - start)
+
+        return run
+
+    def step(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(wrapper: _DistWrapper, name: str, *functions: Callable[..., Any]) -> Any:
+            return method(wrapper, name, *(timed(function, -1) for function in functions))
+
+        return timed(run, 1)
+
+    names = ("reduce_scatter", "all_reduce", "all_gather")
+    with ExitStack() as stack:
+        for cls in (_DistWrapper, GlooDistWrapper):
+            for name in names:
+                stack.enter_context(mock.patch.object(cls, name, step(vars(cls)[name])))
+        yield time_spent
 
 
 def phases_of(planner: GlooCoordinatedPlanner | GlooCoordinatedLoadPlanner) -> tuple[Phase, ...]:

@@ -119,7 +119,7 @@ def test_demo_fails_when_a_value_came_back_different(monkeypatch, capsys, tmp_pa
         different = [f"ours: model.{number} differs" for number in range(100, 130)]
         return {0: Compared("no", 2, [], []), 1: Compared("no", 2, different, [])}
 
-    monkeypatch.setattr(demo, "_launch", launch)
+    monkeypatch.setattr(demo, "launch", launch)
 
     assert main(["demo", "--folder", str(tmp_path / "new")]) == 1
     lines = capsys.readouterr().err.splitlines()

@@ -28,6 +28,7 @@ EXAMPLES = {
     "UnencodableError": errors.UnencodableError("plan.storage_data", "x.Y", "it holds a lock"),
     "RemoteError": errors.RemoteError("x.Y", "no space", "Traceback ..."),
     "ConfigError": ConfigError(["one", "two"]),
+    "SwitchError": errors.SwitchError("a save is running"),
     "UnsupportedTorchError": errors.UnsupportedTorchError(["_DistWrapper is missing"]),
 } | {
     cls.__name__: cls("some ranks never entered", **FACTS)

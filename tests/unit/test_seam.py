@@ -77,5 +77,14 @@ def test_a_torch_that_differs_is_refused_at_import_by_name_and_left_untouched(na
     assert "process_group=" in text  # the way out
 
 
+def test_a_build_without_gloo_is_refused_at_import_with_what_to_install():
+    text = probe(
+        "import torch.distributed.distributed_c10d as c10d, torch._C._distributed_c10d as module\n"
+        "c10d._GLOO_AVAILABLE = False\ndel module.ProcessGroupGloo"
+    )
+    assert "this build has no gloo. Install one that has" in text
+    assert "process_group=" not in text  # needs gloo too
+
+
 def test_this_torch_is_known():
     assert probe("") == "imported\n"
