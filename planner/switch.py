@@ -59,7 +59,7 @@ def active_config() -> CoordinationConfig | None:
     return None if layer is None or layer.config.coordination != "gloo" else layer.config
 
 
-def enable(config: CoordinationConfig | None = None, *, source: str | None = None) -> None:
+def enable(config: CoordinationConfig | None = None) -> None:
     """Coordinate every save and load of this process from now on.
 
     Covers ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` (in threads and processes, with the start of
@@ -74,21 +74,23 @@ def enable(config: CoordinationConfig | None = None, *, source: str | None = Non
     Args:
         config: how to coordinate; None for the defaults. One with ``coordination="default"`` leaves all
             calls as they are, and says so in the log.
-        source: who turned it on, for the log; None for the caller's file and line.
 
     Raises:
         ConfigError: ``config`` is no configuration.
         SwitchError: a save or load of this process is running, or another library keeps ours from being
             reached. Nothing was changed.
     """
+    _enable(_checked(config) or CoordinationConfig(), f"planner.enable() at {_caller()}")
+
+
+def _enable(config: CoordinationConfig, source: str) -> None:
     global _enabled  # noqa: PLW0603 - the switch is what has state of the process
-    config = _checked(config) or CoordinationConfig()
     with _lock:
         if _enabled is not None and _enabled.config == config:
             return
         _refuse_while_running("enable")
         _check_names(config)
-        _enabled = _Layer(config, source or f"planner.enable() at {_caller()}")
+        _enabled = _Layer(config, source)
         _put_names()
         _announce(_enabled)
 
@@ -205,7 +207,7 @@ def enable_from_environment(*, default: str = "default", source: str = "") -> No
     if os.environ.get(_VARIABLE, default) == "default":
         return
     config = CoordinationConfig.from_env(over=CoordinationConfig())
-    enable(config, source=source or f"the environment variable {_VARIABLE}")
+    _enable(config, source or f"the environment variable {_VARIABLE}")
 
 
 # -- what is running ---------------------------------------------------------------------------------
