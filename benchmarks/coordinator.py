@@ -1,341 +1,112 @@
-"""The coordinator's part of a save's planning, stock DCP against this library.
+"""A whole save as the coordinator and as another rank, for 64 to 4,096 ranks: what each computes.
 
-One process plays the coordinator for W ranks: it has what W ranks sent, makes the global plan, and ends
-with what it would send back to each, and with metadata. Each side runs in a forked child of its own, so
-that its peak memory is its own; the bytes that came in are there before the clock starts.
+One process is the coordinator and then another rank (see ``simulated.py``); ``worlds.py`` has what they save.
+Each side runs in a forked child of its own, so that its peak memory is its own. CPU seconds are those
+of ``dcp.save`` without writing data, without making the local plan and without the writer's finish, each of
+which has a row of its own or another benchmark. Stock DCP is
+measured up to 512 ranks, where it needs many minutes of CPU, and left out above. Up to 64 ranks the
+``.metadata`` of both sides are compared.
 
-    python benchmarks/coordinator.py                    64, 256 and 512 ranks, 2,812 entries each
-    python benchmarks/coordinator.py --short            64 ranks, 1,000 entries each
-    python benchmarks/coordinator.py --worlds moe       see WORLDS
-    python benchmarks/coordinator.py --json             the same figures as JSON
+    python benchmarks/coordinator.py
+    python benchmarks/coordinator.py --short                          32 ranks, the model alone
+    python benchmarks/coordinator.py --worlds dense-70b --world-sizes 64 256 --repeats 3
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import hashlib
-import json
-import os
-import pickle
-import platform
+import gc
 import sys
-import time
-import traceback
-from collections import ChainMap
-from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint.default_planner import (
-    _validate_global_plan,
-    create_default_global_save_plan,
-)
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from bench import OURS, STOCK, Memory, Row, in_child, in_turn, options_of, report
+from simulated import Replies, Saved, Sent, prepare, save_as
+from worlds import WORLDS, World, fake_world, local_plan_of
 
-from planner.global_plan import plan_globally
-from planner.wire.plans import decode_plan_columns, decode_schema, encode_plan
-
-NUM_ENTRIES, NUM_SHORT_ENTRIES = 2812, 1000
-WORLD_SIZES = (64, 256, 512)
-WIDTH = 4096
-_PARAMETERS = (
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight",
-    "self_attn.o_proj.weight",
-    "mlp.gate.weight",
-    "mlp.experts.gate_proj.weight",
-    "mlp.experts.up_proj.weight",
-    "mlp.experts.down_proj.weight",
-    "mlp.shared_experts.up_proj.weight",
-    "mlp.shared_experts.down_proj.weight",
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-)
-_STATES = ("model", "optim.state.exp_avg", "optim.state.exp_avg_sq", "optim.state.step")
+WORLD_SIZES = (64, 256, 512, 1024, 2048, 4096)
 
 
-# -- worlds ----------------------------------------------------------------------------------------------
+def measure_side(side: str, world: World, world_size: int, sent: Sent) -> dict[str, Any]:
+    """Save twice as the coordinator and twice as rank 1; stock DCP once, its second save is as its first."""
+    num_saves = 2 if side == OURS else 1
+    replies = Replies()
+    gc.collect()
+    memory = Memory()
+    found: dict[str, Any] = {}
+    for rank in (0, 1):
+        with fake_world(world_size, rank):
+            saves = save_as(side, rank, world, sent, replies)
+            found[f"rank {rank}"] = [next(saves) for _ in range(num_saves)]
+        if not rank:
+            found["growth"] = memory.peak_growth_nbytes()
+    return found
 
 
-def entry_names(num_entries: int) -> list[str]:
-    names = (
-        f"{state}.layers.{layer}.{parameter}"
-        for layer in range(num_entries)
-        for parameter in _PARAMETERS
-        for state in _STATES
-    )
-    return [name for name, _ in zip(names, range(num_entries), strict=False)]
-
-
-def shard_item(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], total: tuple[int, ...]):
-    offset = torch.Size(offsets)
-    tensor_data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offset, torch.Size(sizes)),
-        properties=TensorProperties(dtype=torch.bfloat16),
-        size=torch.Size(total),
-    )
-    return WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=tensor_data)
-
-
-def plan_of(names: list[str], make_item: Callable[[str], WriteItem]) -> SavePlan:
-    return SavePlan([make_item(name) for name in names], planner_data={name: (name,) for name in names})
-
-
-def sharded(rank: int, world_size: int, names: list[str]) -> SavePlan:
-    return plan_of(names, lambda name: shard_item(name, (rank * 8, 0), (8, WIDTH), (world_size * 8, WIDTH)))
-
-
-def moe(rank: int, world_size: int, names: list[str]) -> SavePlan:
-    num_shards = world_size // 2
-    shard = rank % num_shards
-
-    def make_item(name: str) -> WriteItem:
-        if ".step." in name:  # a scalar that every rank has
-            return shard_item(name, (), (), ())
-        if "experts" in name:  # stacked, cut along the short dimension of experts
-            return shard_item(name, (rank, 0, 0), (1, WIDTH, 64), (world_size, WIDTH, 64))
-        return shard_item(name, (shard * 8, 0), (8, WIDTH), (num_shards * 8, WIDTH))
-
-    return plan_of(names, make_item)
-
-
-def unalike(rank: int, world_size: int, names: list[str]) -> SavePlan:
-    turn = rank * 7 % len(names)
-    return sharded(rank, world_size, names[turn:] + names[:turn])
-
-
-WORLDS = {
-    "sharded": (sharded, "every entry cut into rows over all ranks"),
-    "moe": (moe, "every rank holds scalars, two hold each row shard, experts cut along a short dimension"),
-    "unalike": (unalike, "as sharded, with another key order on each rank: no schema is shared"),
-}
-
-
-# -- measuring -------------------------------------------------------------------------------------------
-
-
-def status_nbytes(field: str) -> int:
-    with open("/proc/self/status", encoding="ascii") as status:  # noqa: PTH123 - a proc file
-        line = next(line for line in status if line.startswith(field + ":"))
-    return int(line.split()[1]) * 1024
-
-
-class Steps:
-    """Times steps in CPU seconds, and knows how far memory grew."""
-
-    def __init__(self) -> None:
-        self.cpu_seconds: dict[str, float] = {}
-        self._rss_nbytes = status_nbytes("VmRSS")
-
-    def run(self, name: str, step: Callable):
-        start = time.process_time()
-        result = step()
-        self.cpu_seconds[name] = time.process_time() - start
-        return result
-
-    def peak_growth_nbytes(self) -> int:
-        return status_nbytes("VmHWM") - self._rss_nbytes
-
-
-def in_child(work: Callable[[], dict]) -> dict:
-    """Run ``work`` in a forked child and return what it returns."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(read_end)
-            with os.fdopen(write_end, "w") as pipe:
-                json.dump(work(), pipe)
-            code = 0
-        except BaseException:  # noqa: BLE001 - the child must not return into the parent's code
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(write_end)
-    with os.fdopen(read_end) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if status:
-        sys.exit("a side of the benchmark failed, see above")
-    return json.loads(text)
-
-
-def fingerprint(final_plans, metadata) -> str:
-    """Tell two outcomes apart: kept items and hints of each rank, entries and chunks in their order."""
-    state = hashlib.blake2b(digest_size=16)
-    for items in final_plans:
-        state.update(repr(items).encode())
-    for name, entry in metadata.state_dict_metadata.items():
-        chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-        state.update(repr((name, tuple(entry.size), chunks)).encode())
-    state.update(repr(list(metadata.planner_data.items())).encode())
-    return state.hexdigest()
-
-
-def stock_side(pickled_plans: list[bytes]) -> dict:
-    steps = Steps()
-    plans = steps.run("read plans", lambda: [pickle.loads(data) for data in pickled_plans])
-
-    def merge(metadata, final_plans):
-        merged = dict(ChainMap(*[plan.planner_data for plan in final_plans]))
-        return dataclasses.replace(metadata, planner_data=merged)
-
-    deduped = steps.run("dedup", lambda: dedup_save_plans(plans))
-    final_plans, metadata = steps.run("global plan", lambda: create_default_global_save_plan(deduped))
-    metadata = steps.run("merge mappings", lambda: merge(metadata, final_plans))
-    errors = steps.run("validate", lambda: _validate_global_plan(final_plans, metadata))
-    assert errors in ([], True)
-    final_plans = [
-        dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
-        for rank, plan in enumerate(final_plans)
-    ]
-    replies = steps.run("write final plans", lambda: [pickle.dumps(plan) for plan in final_plans])
-    peak_nbytes = steps.peak_growth_nbytes()
-    kept = ([(item.index.fqn, item.index.index) for item in plan.items] for plan in final_plans)
-    return {
-        "cpu_seconds": steps.cpu_seconds,
-        "received_nbytes": sum(map(len, pickled_plans)),
-        "sent_nbytes": sum(map(len, replies)),
-        # scatter_object_list pads each rank's plan to the largest.
-        "sent_padded_nbytes": max(map(len, replies)) * len(replies),
-        "peak_growth_nbytes": peak_nbytes,
-        "fingerprint": fingerprint(kept, metadata),
-    }
-
-
-def our_side(frames: list[tuple[bytes, bytes]]) -> dict:
-    steps = Steps()
-
-    def read():
-        schemas = {}
-        plans = []
-        for schema, body in frames:
-            if schema not in schemas:
-                schemas[schema] = decode_schema(schema)
-            plans.append((schemas[schema], decode_plan_columns(schemas[schema], body)))
-        return plans
-
-    plans = steps.run("read plans", read)
-    outcome = steps.run(
-        "global plan", lambda: plan_globally(plans, to_lowest_rank=False, merges_mappings=True)
-    )
-    assert outcome is not None
-    replies = steps.run(
-        "write final plans",
-        lambda: [
-            outcome.encode_final_plan(rank, storage_data=_StoragePrefix(f"__{rank}_"), strict=True)
-            for rank in range(len(outcome))
-        ],
-    )
-    metadata = steps.run("build metadata", outcome.build_metadata)
-    peak_nbytes = steps.peak_growth_nbytes()
-    kept = (
-        [
-            (name, hint)
-            for name, hint, is_kept in zip(
-                plans[rank][0].fqns, outcome.hints(rank).tolist(), outcome.kept(rank).tolist(), strict=True
-            )
-            if is_kept
-        ]
-        for rank in range(len(outcome))
-    )
-    sent_nbytes = sum(map(len, replies))
-    return {
-        "cpu_seconds": steps.cpu_seconds,
-        "received_nbytes": sum(len(body) for _, body in frames) + sum(map(len, {s for s, _ in frames})),
-        "sent_nbytes": sent_nbytes,
-        "sent_padded_nbytes": sent_nbytes,
-        "peak_growth_nbytes": peak_nbytes,
-        "fingerprint": fingerprint(kept, metadata),
-    }
-
-
-def measure(world: str, world_size: int, num_entries: int) -> dict:
-    make_plan, _ = WORLDS[world]
-    names = entry_names(num_entries)
-    pickled_plans, frames = [], []
-    for rank in range(world_size):
-        plan = make_plan(rank, world_size, names)
-        pickled_plans.append(pickle.dumps(plan))
-        frames.append(encode_plan(plan, strict=True))
-    del plan
-    stock = in_child(lambda: stock_side(pickled_plans))
-    ours = in_child(lambda: our_side(frames))
-    if stock.pop("fingerprint") != ours.pop("fingerprint"):
-        sys.exit(f"{world}, {world_size} ranks: the two sides planned differently")
-    return {
-        "world": world,
-        "world_size": world_size,
-        "num_entries": num_entries,
-        "stock": stock,
-        "ours": ours,
-    }
-
-
-# -- reporting -------------------------------------------------------------------------------------------
-
-
-def rows_of(result: dict) -> list[tuple[str, str, str, str]]:
-    stock, ours = result["stock"], result["ours"]
+def rows_of(case: str, facts: dict[str, Any], stock: list[dict], ours: list[dict]) -> list[Row]:
     rows = []
 
-    def add(label, stock_value, our_value, unit):
-        ratio = f"1/{stock_value / our_value:,.0f}" if stock_value and our_value else ""
-        if ratio and stock_value < 10 * our_value:
-            ratio = f"1/{stock_value / our_value:.1f}"
-        rows.append(
-            (label, *(f"{value:,.2f} {unit}" if value else "-" for value in (stock_value, our_value)), ratio)
-        )
+    def add(what: str, unit: str, take) -> None:
+        samples = [take(found, False) for found in stock], [take(found, True) for found in ours]  # noqa: FBT003
+        rows.append(Row(case, what, unit, *samples, facts))
 
-    labels = dict.fromkeys([*stock["cpu_seconds"], *ours["cpu_seconds"]])
-    for label in labels:
-        add(label, stock["cpu_seconds"].get(label, 0), ours["cpu_seconds"].get(label, 0), "s")
-    add("all CPU", sum(stock["cpu_seconds"].values()), sum(ours["cpu_seconds"].values()), "s")
-    for label in ("received", "sent", "sent_padded", "peak_growth"):
-        add(
-            label.replace("_", " "),
-            stock[f"{label}_nbytes"] / 1e6,
-            ours[f"{label}_nbytes"] / 1e6,
-            "MB",
-        )
+    def of(rank: int, save: int, name: str):
+        def take(found: dict, is_ours: bool) -> float:  # noqa: FBT001
+            saves: list[Saved] = found[f"rank {rank}"]
+            return float(getattr(saves[save if is_ours else 0], name))
+
+        return take
+
+    for save, label in enumerate(("first save", "unchanged save")):
+        add(f"coordinator, {label}", "s", of(0, save, "cpu_seconds"))
+        add(f"writer's finish, {label}", "s", of(0, save, "finish_seconds"))
+        add(f"another rank, {label}", "s", of(1, save, "cpu_seconds"))
+    for save, label in enumerate(("first save", "unchanged save")):
+        add(f"another rank sends, {label}", "bytes", of(1, save, "sent_nbytes"))
+        add(f"the same, schema of all like it, {label}", "bytes", of(1, save, "schema_nbytes"))
+        add(f"another rank puts into the store, {label}", "bytes", of(1, save, "record_nbytes"))
+        add(f"another rank receives, {label}", "bytes", of(1, save, "received_nbytes"))
+    add("growth of the coordinator's memory", "MB", lambda found, _: found["growth"] / 1e6)
     return rows
 
 
-def print_table(result: dict) -> None:
-    world, world_size = result["world"], result["world_size"]
-    print(f"{world}: {WORLDS[world][1]}; {world_size} ranks x {result['num_entries']:,} entries")
-    print(f"  {'':20}{'stock':>16}{'ours':>16}{'ours/stock':>14}")
-    for label, stock, ours, ratio in rows_of(result):
-        print(f"  {label:20}{stock:>16}{ours:>16}{ratio:>14}")
-    print(flush=True)
+def measure(name: str, world_size: int, repeats: int, *, with_stock: bool) -> list[Row]:
+    with fake_world(world_size):
+        world = WORLDS[name]()
+        num_entries = len(local_plan_of(world.become(0)).items)
+        sent = prepare(world, world_size, with_stock=with_stock)
+
+    def side(which: str):
+        return in_child(lambda: measure_side(which, world, world_size, sent))
+
+    if with_stock:
+        stock, ours = in_turn(repeats, lambda: side(STOCK), lambda: side(OURS))
+    else:
+        stock, ours = [], [side(OURS) for _ in range(repeats)]
+    written = {saved.fingerprint for found in (*stock, *ours) for saved in found["rank 0"]}
+    if len(written) != 1:
+        sys.exit(f"{name}, {world_size} ranks: the two sides wrote different metadata")
+    facts = {"world": name, "world_size": world_size, "entries": num_entries}
+    return rows_of(f"{name}, {world_size} ranks x {num_entries:,}", facts, stock, ours)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world-sizes", type=int, nargs="+", help=f"default: {WORLD_SIZES}")
+    parser.add_argument("--stock-up-to", type=int, default=512, help="the most ranks with stock DCP")
+    parser.add_argument("--worlds", nargs="+", choices=list(WORLDS))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--short", action="store_true", help="64 ranks x 1,000 entries, in under half a minute"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    parser.add_argument("--world-sizes", type=int, nargs="+", help=f"default: {WORLD_SIZES}")
-    parser.add_argument("--entries", type=int, help=f"entries of each rank; default: {NUM_ENTRIES:,}")
-    parser.add_argument("--worlds", nargs="+", choices=list(WORLDS), default=["sharded"])
-    arguments = parser.parse_args()
-    world_sizes = arguments.world_sizes or (WORLD_SIZES[:1] if arguments.short else WORLD_SIZES)
-    num_entries = arguments.entries or (NUM_SHORT_ENTRIES if arguments.short else NUM_ENTRIES)
-    results = []
-    for world in arguments.worlds:
+    options = options_of(__doc__, add_options)
+    torch.set_num_threads(1)
+    world_sizes = options.world_sizes or ((32,) if options.short else WORLD_SIZES)
+    names = options.worlds or (["moe-model"] if options.short else ["moe-optimizer"])
+    rows: list[Row] = []
+    for name in names:
         for world_size in world_sizes:
-            results.append(measure(world, world_size, num_entries))
-            if not arguments.json:
-                print_table(results[-1])
-    if arguments.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        print(json.dumps({"benchmark": "coordinator", "versions": versions, "results": results}, indent=2))
+            with_stock = world_size <= options.stock_up_to
+            rows += measure(name, world_size, options.repeats or 1, with_stock=with_stock)
+    report("coordinator", options, rows)
 
 
 if __name__ == "__main__":

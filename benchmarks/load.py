@@ -8,13 +8,11 @@ entry, and the global step is DCP's own, the identity. What ours exchanges then 
 
 import argparse
 import io
-import json
 import pickle
-import platform
 import time
-from pathlib import Path
 
 import torch
+from bench import Row, in_turn, options_of, report
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
@@ -97,25 +95,35 @@ def measure_ours(ranks: int) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=512)
     parser.add_argument("--entries", type=int, default=2812)
-    parser.add_argument("--short", action="store_true", help="64 ranks")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    ranks = 64 if options.short else options.ranks
-    stock, ours = measure_stock(ranks, options.entries), measure_ours(ranks)
-    print(f"load, {ranks} ranks x {options.entries} entries, torch {torch.__version__}, {platform.machine()}")
-    print(f"{'':28}{'stock':>16}{'ours':>16}{'ours / stock':>16}")
-    for name, value in stock.items():
-        digits = "{:>16,.0f}" if name.endswith("nbytes") else "{:>16.6f}"
-        ratio = ours[name] / max(value, 1e-9)
-        print(f"{name:28}{digits.format(value)}{digits.format(ours[name])}{ratio:>16.6f}")
-    if options.json:
-        options.json.write_text(json.dumps({"ranks": ranks, "stock": stock, "ours": ours}, indent=2))
+
+
+def main() -> None:
+    options = options_of(__doc__, add_options)
+    ranks = 16 if options.short else options.ranks
+    stock, ours = in_turn(
+        options.repeats or (1 if options.short else 3),
+        lambda: measure_stock(ranks, options.entries),
+        lambda: measure_ours(ranks),
+    )
+    rows = [
+        Row(
+            f"load, {ranks} ranks x {options.entries:,}",
+            what,
+            unit,
+            [found[name] for found in stock],
+            [found[name] for found in ours],
+        )
+        for name, what, unit in (
+            ("sent_by_rank_nbytes", "sent by a rank", "bytes"),
+            ("received_by_rank_nbytes", "received by a rank", "bytes"),
+            ("coordinator_cpu_s", "CPU of the coordinator", "s"),
+            ("rank_cpu_s", "CPU of another rank", "s"),
+        )
+    ]
+    report("load", options, rows)
 
 
 if __name__ == "__main__":

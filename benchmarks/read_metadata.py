@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+from bench import Row, options_of, report
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -38,19 +39,11 @@ def make_metadata(ranks: int, entries: int) -> Metadata:
     return Metadata(state, storage_data=storage)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=128)
-    parser.add_argument("--entries", type=int, default=2812)
-    parser.add_argument("--short", action="store_true", help="16 ranks")
-    options = parser.parse_args()
-    ranks = 16 if options.short else options.ranks
+def measure(ranks: int, entries: int) -> tuple[float, float, float]:
+    """Return CPU seconds of reading the file, of making the objects, and of that without the collector."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, ".metadata")
-        with paused_gc():
-            path.write_bytes(pickle.dumps(make_metadata(ranks, options.entries)))
+        path.write_bytes(pickle.dumps(make_metadata(ranks, entries)))
         gc.collect()
         start = time.process_time()
         data = path.read_bytes()
@@ -65,12 +58,31 @@ def main() -> None:
             kept = pickle.loads(data)
             paused_s = time.process_time() - start
         del kept
-        print(
-            f"{ranks} ranks x {options.entries} entries: .metadata of {len(data):,} bytes, CPU seconds a rank"
-        )
-        print(f"  reading the file from the page cache  {read_s:8.3f}")
-        print(f"  making the objects                    {plain_s:8.3f}")
-        print(f"  the same, garbage collector paused    {paused_s:8.3f}   {paused_s / plain_s:.2f} of it")
+    return read_s, plain_s, paused_s
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=128)
+    parser.add_argument("--entries", type=int, default=2812)
+
+
+def main() -> None:
+    options = options_of(__doc__, add_options)
+    ranks = 16 if options.short else options.ranks
+    found = [measure(ranks, options.entries) for _ in range(options.repeats or (1 if options.short else 3))]
+    case = f".metadata of {ranks} ranks x {options.entries:,}"
+    reading = [read_s for read_s, _, _ in found]
+    rows = [
+        Row(case, "reading the file from the page cache", "s", reading, reading),
+        Row(
+            case,
+            "making the objects; ours: collector paused",
+            "s",
+            [plain_s for _, plain_s, _ in found],
+            [paused_s for _, _, paused_s in found],
+        ),
+    ]
+    report("read_metadata", options, rows)
 
 
 if __name__ == "__main__":

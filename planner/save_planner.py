@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from planner.column_plans import LocalPlans
 from planner.config import CoordinationConfig
 from planner.coordinated import Coordinated
+from planner.flatten import set_up_planner
+from planner.local_plan import create_local_plan
 from planner.wrapping import check_arguments, is_inherited, require
 
 __all__ = ["GlooCoordinatedPlanner"]
@@ -69,7 +71,13 @@ class GlooCoordinatedPlanner(SavePlanner, Coordinated):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - DCP's signature
     ) -> None:
-        """Set up the inner planner; called on all ranks (``SavePlanner.set_up_planner``)."""
+        """Set up the inner planner; called on all ranks (``SavePlanner.set_up_planner``).
+
+        What DCP's own planner does here and in ``create_local_plan`` is done in another way, to exactly its
+        outcome; see ``planner.flatten`` and ``planner.local_plan``.
+        """
+        if set_up_planner(self.inner, state_dict, is_coordinator=is_coordinator):
+            return
         if "storage_meta" in inspect.signature(self.inner.set_up_planner).parameters:
             self.inner.set_up_planner(
                 state_dict=state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator
@@ -79,9 +87,9 @@ class GlooCoordinatedPlanner(SavePlanner, Coordinated):
 
     def create_local_plan(self) -> SavePlan:
         """Return the inner planner's local plan; called on all ranks."""
-        plan = self.inner.create_local_plan()
+        plan = create_local_plan(self.inner)
         require(self.inner, isinstance(plan, SavePlan), "create_local_plan", "a SavePlan", plan)
-        return plan  # type: ignore[no-any-return]  # checked above
+        return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the inner planner's final plans, one for each rank, and metadata; coordinator only."""
