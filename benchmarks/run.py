@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("coordinator.py", "wire.py", "load.py", "read_metadata.py")
+BENCHMARKS = ("coordinator.py", "wire.py", "load.py", "read_metadata.py", "device.py")
 
 
 def main() -> int:
