@@ -76,5 +76,8 @@ clean: ## remove the environments and everything generated
 .venv-npu-2.10/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-npu-2.10
 	grep -v '^torch' constraints.txt > .venv-npu-2.10/constraints.txt
-	.venv-npu-2.10/bin/python -m pip install --quiet -c .venv-npu-2.10/constraints.txt -e ".[dev,npu-2-10]"
+	.venv-npu-2.10/bin/python -m pip install --quiet -c .venv-npu-2.10/constraints.txt torch==2.10.0 -e ".[dev]"
+	.venv-npu-2.10/bin/python -m pip install --quiet -c .venv-npu-2.10/constraints.txt pyyaml
+	# It asks for torch 2.10.0+cpu by that name; the build for CUDA does too.
+	.venv-npu-2.10/bin/python -m pip install --quiet --no-deps torch_npu==2.10.0.post2
 	touch $@

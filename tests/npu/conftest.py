@@ -21,7 +21,18 @@ def npu_ranks(tmp_path):
     ``hccl`` says what collectives on the device do after the first ``after``.
     """
 
-    def run(worker, world_size, *args, backend="hccl", hccl="ok", after=0, devices=None, env=None, **options):
+    def run(
+        worker,
+        world_size,
+        *args,
+        backend="hccl",
+        hccl="ok",
+        after=0,
+        devices=None,
+        env=None,
+        timeout=120.0,
+        **options,
+    ):
         environment = {
             "ACL_STREAM_TIMEOUT": str(DEVICE_TIMEOUT_MS),
             "FAKE_HCCL": hccl,
@@ -32,6 +43,8 @@ def npu_ranks(tmp_path):
             "FAKE_NPU_DEVICES": str(world_size if devices is None else devices),
             **(env or {}),
         }
-        return run_ranks(worker, world_size, *args, backend=backend, env=environment, **options)
+        return run_ranks(
+            worker, world_size, *args, backend=backend, env=environment, timeout=timeout, **options
+        )
 
     return run

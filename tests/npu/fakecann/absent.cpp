@@ -19,20 +19,14 @@ API int aclopCompileAndExecute(const char* name) {
 
 DOES_NOTHING(aclAppLog)
 DOES_NOTHING(aclFinalize)
-DOES_NOTHING(aclrtGetLastError)
-DOES_NOTHING(aclrtPeekAtLastError)
 
 DOES_NOTHING(aclSetCompileopt)
 DOES_NOTHING(aclrtCtxSetSysParamOpt)
-DOES_NOTHING(aclrtSetSysParamOpt)
 DOES_NOTHING(aclrtDeviceEnablePeerAccess)
 DOES_NOTHING(aclrtSetDeviceSatMode)
 DOES_NOTHING(aclrtSetOpExecuteTimeOut)
 DOES_NOTHING(aclrtSetOpWaitTimeout)
-DOES_NOTHING(aclrtSetStreamAttribute)
 DOES_NOTHING(aclrtSetStreamFailureMode)
-DOES_NOTHING(aclrtSubscribeReport)
-DOES_NOTHING(aclrtUnSubscribeReport)
 
 DOES_NOTHING(MsprofGetHashId)
 DOES_NOTHING(MsprofRegisterCallback)

@@ -70,8 +70,6 @@ API int HcclCommInitRootInfoConfig(uint32_t size, const char* info, uint32_t ran
 API uint32_t HcclGetCommConfigCapability() { return 12; }
 API int HcclCommDestroy(void* communicator) { return delete static_cast<Communicator*>(communicator), kSuccess; }
 API int HcclGetCommAsyncError(void*, int* error) { return *error = kSuccess, kSuccess; }
-API int HcclGetCommName(void*, char* name) { return strcpy(name, "fakehccl"), kSuccess; }
-API int HcclSetConfig(int, int32_t) { return kSuccess; }
 
 // Count a collective. Returns whether to carry it out; else `code` is what the call returns.
 static bool begin(void* stream, int* code) {

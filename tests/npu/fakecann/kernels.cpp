@@ -191,27 +191,13 @@ OPERATOR(InplaceOne, const Tensor* out) {
   return RUNS([out = *out] { fill(out, [](const Sizes&) { return 1; }); });
 }
 
-OPERATOR(InplaceFillScalar, const Tensor* out, const Scalar* value) {
-  return RUNS([out = *out, value = value->value] { fill(out, [&](const Sizes&) { return value; }); });
-}
-
 OPERATOR(InplaceCopy, const Tensor* out, const Tensor* from) {
-  return RUNS([out = *out, from = *from] { copy(out, from); });
-}
-
-OPERATOR(Cast, const Tensor* from, int, const Tensor* out) {
   return RUNS([out = *out, from = *from] { copy(out, from); });
 }
 
 OPERATOR(GtTensor, const Tensor* a, const Tensor* b, const Tensor* out) {
   return RUNS([a = *a, b = *b, out = *out] {
     fill(out, [&](const Sizes& index) { return at(a, index) > at(b, index); });
-  });
-}
-
-OPERATOR(EqTensor, const Tensor* a, const Tensor* b, const Tensor* out) {
-  return RUNS([a = *a, b = *b, out = *out] {
-    fill(out, [&](const Sizes& index) { return at(a, index) == at(b, index); });
   });
 }
 
@@ -247,12 +233,6 @@ OPERATOR(ReduceSum, const Tensor* from, const IntArray*, bool, int, const Tensor
     Number sum = 0;
     for_each(from, [&](const Sizes& index) { sum += at(from, index); });
     write(out.data, out.dtype, sum);
-  });
-}
-
-OPERATOR(Arange, const Scalar* from, const Scalar*, const Scalar* step, const Tensor* out) {
-  return RUNS([from = from->value, step = step->value, out = *out] {
-    fill(out, [&](const Sizes& index) { return from + step * index[0]; });
   });
 }
 

@@ -210,8 +210,3 @@ API int aclrtEventElapsedTime(float* ms, void* from, void* to) {
   *ms = std::chrono::duration<float, std::milli>(event_of(to)->recorded - event_of(from)->recorded).count();
   return kSuccess;
 }
-
-API int aclrtLaunchCallback(void (*callback)(void*), void* argument, int, void* stream) {
-  if (!is_stuck(stream)) callback(argument);
-  return kSuccess;
-}
