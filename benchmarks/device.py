@@ -156,7 +156,7 @@ def main():
         title = f"{count} ranks, default group {backend}"
         try:
             results = launch(count, backend, entries)
-        except mp.ProcessException as error:
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             if backend == "gloo":
                 raise
             print(f"\n{title}: refused, {str(error).strip().splitlines()[-1]}")
