@@ -20,7 +20,7 @@ NPU_ENVIRONMENT :=
 endif
 
 # torch_npu finds its CANN libraries there; see tests/npu/fakecann/fakecann.h.
-ON_FAKE_CANN := LD_LIBRARY_PATH=$(CURDIR)/tests/npu/fakecann/build:$$LD_LIBRARY_PATH
+ON_FAKE_CANN := LD_LIBRARY_PATH=$(CURDIR)/tests/npu/fakecann/build$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test npu npu-2.10 fakecann chaos check bench clean
