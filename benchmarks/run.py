@@ -17,7 +17,7 @@ from pathlib import Path
 from bench import Row, table_of
 
 HERE = Path(__file__).parent
-BENCHMARKS = ("local_plan", "wire", "coordinator", "save", "gil", "load", "read_metadata")
+BENCHMARKS = ("local_plan", "wire", "coordinator", "save", "gil", "load", "read_metadata", "device")
 
 
 def write_table(folder: Path) -> None:

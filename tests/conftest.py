@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
@@ -18,6 +19,9 @@ settings.register_profile(
 )
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "normal")
 settings.load_profile(PROFILE)
+
+# Those have an environment of their own, see `make npu`.
+collect_ignore = [] if importlib.util.find_spec("torch_npu") else ["npu"]
 
 
 def pytest_collection_modifyitems(items):
