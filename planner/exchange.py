@@ -229,7 +229,9 @@ class Exchange:
             self.report.total_seconds = time.monotonic() - self._start
             self._channel.turns.end(self._turn)
         if error is None:
-            level = logging.INFO if self._channel.is_coordinator else logging.DEBUG
+            # Of a wrapper used on its own, each call is such an exchange, and a line of each is noise.
+            is_news = self._channel.is_coordinator and self._operation in {"save", "load"}
+            level = logging.INFO if is_news else logging.DEBUG
             _logger.log(level, "%s", self.report)
 
     def _leave(self, error: BaseException) -> None:
