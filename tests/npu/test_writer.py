@@ -1,5 +1,6 @@
 """What is left of the device in a save: the stock writer waits for a stream, and what avoids that."""
 
+import os
 import threading
 
 import pytest
@@ -18,6 +19,8 @@ def make_stream_stuck():
     """Leave a collective on the current stream that never ends, as a training step that hangs does."""
     gradient = torch.ones(3).npu()
     dist.all_reduce(gradient)
+    while torch.accelerator.current_stream().query():  # it is put there from a thread of torch_npu's
+        os.sched_yield()
 
 
 def save(rank, folder, options, device, is_stuck):
