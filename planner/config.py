@@ -33,6 +33,10 @@ class CoordinationConfig:
     strict: bool = False
     """Refuse, at its origin, an object that only pickle could carry, instead of pickling it alone."""
 
+    remembered_nbytes: int = 256 * 2**20
+    """How many bytes this process keeps of saves that succeeded, so that an unchanged save sends next to
+    nothing; the bound holds for all saves of the process together. 0 remembers nothing."""
+
     def __post_init__(self) -> None:
         """Check every field."""
         problems = []
@@ -49,5 +53,9 @@ class CoordinationConfig:
                 problems.append(f"{name} must be positive, not {value}")
         if not isinstance(self.strict, bool):
             problems.append(f"strict must be True or False, not {self.strict!r}")
+        if type(self.remembered_nbytes) is not int or self.remembered_nbytes < 0:
+            problems.append(
+                f"remembered_nbytes must be a number of bytes, 0 or more, not {self.remembered_nbytes!r}"
+            )
         if problems:
             raise ConfigError(problems)
