@@ -321,9 +321,9 @@ class GlooDistWrapper(_DistWrapper):
             if parts is None:
                 exchange.miss("the storage or the planner may have changed the metadata")
                 return encode_reply(look_at(result), path=step, strict=strict)
-            if not results.is_remembered:
+            if results.storage_part is not None and not results.is_remembered:
                 exchange.miss("where all is stored was put together anew")
-                exchange.remember(results.digest, parts[1], len(parts[1]))
+                exchange.remember(results.digest, results.storage_part, len(results.storage_part))
             return parts
 
         with self._exchange() as exchange:

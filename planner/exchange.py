@@ -142,7 +142,8 @@ class Exchange:
         self._remembers = operation == "save" and config.remembered_nbytes > 0
         self._is_first = memory.is_empty
         self._to_remember: dict[bytes, tuple[Any, int]] = {}  # if this save succeeds
-        self._history = hashlib.blake2b(digest_size=16)  # of what this rank had in this save so far
+        # Of what this rank had in this save so far: by this it finds what it probably gets again.
+        self._history = hashlib.blake2b(repr((channel.members, channel.coordinator)).encode(), digest_size=16)
         self._misses: list[str] = []  # why this exchange is not as in an earlier save
         self._concluded = False  # an abort verdict was given or taken: all ranks know
         self._num_exchanges = 0
@@ -362,9 +363,8 @@ class Exchange:
     def _take_part(self, number: int, local: Local) -> list[bytes] | None:
         verdict: Verdict = Moved()
         parts = tuple((digest(part), len(part)) for part in local.parts)
-        self._history.update(b"".join((b"\0", *(part_digest for part_digest, _ in parts))))
-        history = self._history.digest()
-        known: Sequence[tuple[bytes, bytes]] = self.find(b"reply:" + history) or ()
+        history = self._remember_as(parts, number)
+        known: Sequence[tuple[bytes, bytes]] = next(filter(None, map(self.find, history)), ())
         while isinstance(verdict, Moved):
             if self._local_failure is not None:
                 self._put_failed(number, self._local_failure)
@@ -389,8 +389,15 @@ class Exchange:
         self._control.delete([self._up_key(number, self._channel.group_rank)])
         return self._receive_reply(number, verdict, known, history)
 
+    def _remember_as(self, parts: Sequence[tuple[bytes, int]], number: int) -> list[bytes]:
+        """Note the digests of this rank's parts, and return by what to remember the reply, the best first."""
+        before = self._history.digest()
+        self._history.update(b"".join((b"\0", *(part_digest for part_digest, _ in parts))))
+        # Where this rank's own results are new, most of the metadata may still be what it was.
+        return [b"reply:" + self._history.digest(), *([b"reply:" + before] if number else ())]
+
     def _receive_reply(
-        self, number: int, verdict: Done, known: Sequence[tuple[bytes, bytes]], history: bytes
+        self, number: int, verdict: Done, known: Sequence[tuple[bytes, bytes]], history: Sequence[bytes]
     ) -> list[bytes] | None:
         if not verdict.num_parts:
             return None
@@ -415,7 +422,8 @@ class Exchange:
         if self._remembers:
             digested = tuple((digest(part), part) for part in lasting)
             self._history.update(b"".join(part_digest for part_digest, _ in digested))
-            self.remember(b"reply:" + history, digested, sum(map(len, lasting)))
+            for key in history:
+                self.remember(key, digested, sum(map(len, lasting)))
         return reply
 
     def _send(self, number: int, local: Local, verdict: Send) -> None:

@@ -166,7 +166,8 @@ class ResultLists(Sequence[list[WriteResult]]):
         self.is_remembered = storage_part is not None
         self._storage = storage
         self._sizes = sizes
-        self._storage_part = storage_part
+        self.storage_part = storage_part
+        """The storage part of the metadata, once it is known."""
         ends = np.cumsum(storage.counts)
         self._bounds = [0, *ends.tolist()]
 
@@ -229,7 +230,7 @@ class ResultLists(Sequence[list[WriteResult]]):
             or len(storage_data) != self._bounds[-1]  # else two results have one key
         ):
             return None
-        if self._storage_part is None:
-            self._storage_part = encode_storage_part(self._storage, planned.state)
-        head = encode_head(metadata, state_part, self._storage_part, strict=strict)
-        return (state_part, self._storage_part, head)
+        if self.storage_part is None:
+            self.storage_part = encode_storage_part(self._storage, planned.state)
+        head = encode_head(metadata, state_part, self.storage_part, strict=strict)
+        return (state_part, self.storage_part, head)
