@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("coordinator.py", "wire.py", "load.py", "read_metadata.py")
+BENCHMARKS = ("coordinator.py", "wire.py", "second_save.py", "load.py", "read_metadata.py")
 
 
 def main() -> int:

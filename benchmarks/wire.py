@@ -89,7 +89,7 @@ def main() -> None:
                 len(encode_final_plan(final, local, strict=True)),
             ),
             ("write results, sent", len(pickle.dumps(results)), len(result_frame)),
-            ("metadata, received", len(pickle.dumps(metadata)), len(frame)),
+            ("metadata, received", len(pickle.dumps(metadata)), sum(map(len, frame))),
         ]
     print(f"bytes of one rank, {ranks} ranks x {entries} entries, torch {torch.__version__}")
     print(f"{'':34}{'stock':>16}{'ours':>12}{'ours / stock':>16}")
