@@ -83,7 +83,7 @@ def measure_ours(ranks: int) -> dict:
         for identity, envelope in zip(identities, envelopes, strict=True):
             for _ in range(ranks - 1):
                 assert Envelope.decode(envelope).identity == identity
-        verdict = encode_verdict(Done(has_reply=False))
+        verdict = encode_verdict(Done())
     with Cpu() as rank_end:
         for _ in range(NUM_EXCHANGES):
             decode_verdict(verdict)

@@ -1,7 +1,8 @@
-"""What the coordinator has received before, by content, so that an unchanged save need not send it again.
+"""What this process remembers of saves that succeeded, so that an unchanged save need not send it again.
 
-A part is known by the digest of its bytes, so nothing here can be stale, and models, planners and groups
-never mix. Rules of this file: bounded in bytes, and nothing is kept from a save that did not succeed.
+What is remembered is known by the digest of all that it depends on, so nothing here can be stale, and
+models, planners and groups never mix. Rules of this file: bounded in bytes, nothing that can change is kept,
+and nothing of a save that did not succeed.
 """
 
 from __future__ import annotations
@@ -9,45 +10,51 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["PartCache", "remembered_parts"]
-
-_MAX_NBYTES = 64 * 2**20
+__all__ = ["Memory", "memory"]
 
 
-class PartCache:
-    """Parts by digest, the least recently used dropped first; safe to use from several threads.
+class Memory:
+    """Values by digest, the least recently used dropped first; safe to use from several threads."""
 
-    Args:
-        max_nbytes: the most bytes of parts to keep; a part that is larger alone is not kept.
-    """
-
-    def __init__(self, max_nbytes: int) -> None:
-        self._max_nbytes = max_nbytes
+    def __init__(self) -> None:
         self._nbytes = 0
-        self._parts: OrderedDict[bytes, bytes] = OrderedDict()
+        self._values: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def find(self, digest: bytes) -> bytes | None:
-        """Return the part with this digest, or None where it is not remembered."""
-        with self._lock:
-            part = self._parts.get(digest)
-            if part is not None:
-                self._parts.move_to_end(digest)
-            return part
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is remembered."""
+        return not self._values
 
-    def remember(self, parts: Mapping[bytes, bytes]) -> None:
-        """Keep ``parts``, by digest, of a save that has succeeded."""
+    def find(self, digest: bytes) -> Any:
+        """Return the value with this digest, or None where it is not remembered."""
         with self._lock:
-            for digest, part in parts.items():
-                if digest in self._parts or len(part) > self._max_nbytes:
+            found = self._values.get(digest)
+            if found is None:
+                return None
+            self._values.move_to_end(digest)
+            return found[0]
+
+    def remember(self, values: Mapping[bytes, tuple[Any, int]], max_nbytes: int) -> None:
+        """Keep what a save that has succeeded leaves.
+
+        Args:
+            values: by digest, each with its size in bytes; one that is larger than all is not kept.
+            max_nbytes: how many bytes to keep at most, of this save and of those before.
+        """
+        with self._lock:
+            for digest, (value, nbytes) in values.items():
+                if nbytes > max_nbytes:
                     continue
-                self._parts[digest] = part
-                self._nbytes += len(part)
-            while self._nbytes > self._max_nbytes:
-                _, dropped = self._parts.popitem(last=False)
-                self._nbytes -= len(dropped)
+                self._nbytes -= self._values.pop(digest, (None, 0))[1]
+                self._values[digest] = (value, nbytes)
+                self._nbytes += nbytes
+            while self._nbytes > max_nbytes:
+                _, (_, nbytes) = self._values.popitem(last=False)
+                self._nbytes -= nbytes
 
 
-remembered_parts = PartCache(_MAX_NBYTES)
+memory = Memory()
 """Of this process, whatever the planner object and the ranks."""

@@ -44,6 +44,10 @@ class CoordinationConfig:
     strict: bool = False
     """Refuse, at its origin, an object that only pickle could carry, instead of pickling it alone."""
 
+    remembered_nbytes: int = 256 * 2**20
+    """How many bytes this process keeps of saves that succeeded, so that an unchanged save sends next to
+    nothing; the bound holds for all saves of the process together. 0 remembers nothing."""
+
     def __post_init__(self) -> None:
         """Check every field."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -1,8 +1,8 @@
 """How the values of a configuration are written outside Python: in mappings, and in the environment.
 
 Pure functions on a dataclass whose fields are of these types: ``timedelta`` or ``timedelta | None``,
-``bool``, and a ``Literal`` of texts. A duration written as a plain number has its unit in its key, so
-the field ``plan_timeout`` is ``plan_timeout_s`` there.
+``bool``, ``int`` for numbers from 0 on, and a ``Literal`` of texts. A duration written as a plain number
+has its unit in its key, so the field ``plan_timeout`` is ``plan_timeout_s`` there.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ def _problem(label: str, kind: Any, value: object) -> str | None:
         return f"{label} must be {' or '.join(map(repr, choices))}, not {value!r}{nearest}"
     if kind is bool:
         return None if isinstance(value, bool) else f"{label} must be True or False, not {value!r}"
+    if kind is int:
+        holds = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        return None if holds else f"{label} must be a whole number, 0 or more, not {value!r}"
     if not isinstance(value, timedelta):
         write = f"write {label}=timedelta(seconds=...)"
         return f"{label} must be a datetime.timedelta, not {type(value).__name__} {value!r}; {write}"
@@ -160,6 +163,8 @@ def _read_text(label: str, text: str, kind: Any) -> tuple[Any, str | None]:
     if kind is bool:
         value = _BOOLEANS.get(text.lower())
         return value, None if value is not None else f"{label} must be 1 or 0, not {text!r}"
+    if kind is int:
+        return int(text) if text.isascii() and text.isdigit() else text, None
     if text.lower() == "none" and type(None) in get_args(kind):
         return None, None
     try:

@@ -6,7 +6,7 @@ in planner.exchange, and what bytes look like in planner.wire.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -16,21 +16,31 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from planner.channel import Channel, open_channel
-from planner.column_plans import LocalPlans, PendingItems, build_pending
+from planner.column_plans import LocalPlans, PendingItems, PlanFrames, Planned, build_own_plan
 from planner.config import CoordinationConfig
 from planner.errors import UnencodableError, WireError
 from planner.exchange import Exchange, Local, PeerFailures, Reply
-from planner.lazy_metadata import read_metadata_later
+from planner.lazy_metadata import is_pending, look_at, read_metadata_later
 from planner.report import SaveReport
+from planner.save_columns import DamagedResults, ResultLists, read_results
+from planner.wire.frame import digest
 from planner.wire.gc_pause import paused_gc
-from planner.wire.messages import decode_value, encode_reply, encode_value, is_metadata, is_plan
-from planner.wire.plans import PlanColumns, PlanSchema, decode_plan_columns, decode_schema, encode_plan
+from planner.wire.messages import (
+    decode_value,
+    encode_reply,
+    encode_value,
+    is_metadata,
+    is_plan,
+    is_results,
+)
+from planner.wire.plans import PlanSchema, encode_plan
 
 __all__ = ["GlooDistWrapper"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
+_NO_RESULTS = encode_value([], path="results", strict=True)
 _IO_STEPS = frozenset(
     {"write", "read", "barrier"}
 )  # the barrier of use_collectives=False waits for writes too
@@ -60,6 +70,7 @@ class GlooDistWrapper(_DistWrapper):
             the coordinator's word counts.
         is_pure: whether the global step is known not to change plans in place; the coordinator's word
             counts.
+        finishes_plainly: whether the storage finishes as DCP's own does; the coordinator's word counts.
         mode_of: given a step's local function after it has run, what must be the same on all ranks.
 
     Raises:
@@ -77,6 +88,7 @@ class GlooDistWrapper(_DistWrapper):
         config: CoordinationConfig | None = None,
         leaves_plans: Callable[[], bool] = lambda: False,
         is_pure: Callable[[], bool] = lambda: False,
+        finishes_plainly: Callable[[], bool] = lambda: False,
         mode_of: Callable[[Callable[[], Any]], str] = lambda _: "",
     ) -> None:
         if use_dist and dist.get_rank(group) < 0:
@@ -93,6 +105,7 @@ class GlooDistWrapper(_DistWrapper):
         self._config = config or CoordinationConfig()
         self._leaves_plans = leaves_plans
         self._is_pure = is_pure
+        self._finishes_plainly = finishes_plainly
         self._mode_of = mode_of
         self._world_size = num_members
         # With one member the stock class's local branches are all there is to do.
@@ -100,7 +113,13 @@ class GlooDistWrapper(_DistWrapper):
         self._session: Exchange | None = None
         self._local_plan: SavePlan | None = None
         self._final_plan: SavePlan | None = None
-        self._final_plans: dict[int, SavePlan] = {}  # coordinator: what each rank was sent
+        # The coordinator's:
+        self._final_plans: dict[int, SavePlan] = {}  # what each rank was sent
+        self._local_plans: LocalPlans | None = None  # in columns, where planning may go on them
+        self._plans_digest = b""  # of what all ranks sent for them
+        self._planned: Planned | None = (
+            None  # what planning came to, where all final plans are as it made them
+        )
 
     # -- the whole of one save or load -------------------------------------------------------------
 
@@ -258,7 +277,7 @@ class GlooDistWrapper(_DistWrapper):
                 return Local(mode=mode)
             path = f"{step} of group rank {self.rank}"
             if type(mine) is LoadPlan:  # the global step of most loads leaves plans as they are
-                return Local(later=lambda: encode_reply(mine, path=path, strict=strict), mode=mode)
+                return Local(later=lambda: encode_reply(mine, path=path, strict=strict)[0], mode=mode)
             return Local(encode_value(mine, base=self._final_plan, path=path, strict=strict), mode=mode)
 
         def reduce(received: list[list[bytes] | None]) -> Reply | None:
@@ -272,7 +291,11 @@ class GlooDistWrapper(_DistWrapper):
             values: Sequence[Any] | None = None
             is_pure = to_each and self._is_pure()
             if is_pure and type(mine) is SavePlan:
-                values = self._decode_columns(received, mine)
+                values = self._local_plans = self._decode_columns(received, mine, exchange)
+            elif type(mine) is list and not to_each:
+                values = self._decode_results(received, mine, exchange)
+            if isinstance(values, ResultLists):
+                return Reply(to_all=finish(values, reduce_fun))
             if values is None:
                 values = self._decode(received, mine)
             with exchange.working():
@@ -281,12 +304,27 @@ class GlooDistWrapper(_DistWrapper):
             if not replies or is_nothing:
                 return None
             if not to_each:
-                return Reply(to_all=encode_reply(result, path=step, strict=strict))
+                return Reply(to_all=encode_reply(look_at(result), path=step, strict=strict))
             if len(result) != self._world_size:
                 raise ValueError(f"step {step!r} made {len(result)} results for {self._world_size} ranks")
             if not is_pure:  # differences are to what the ranks have, not to what became of it here
                 values = self._decode(received, mine)
-            return Reply(to_each=self._encode_each(step, received, values, result))
+            return Reply(to_each=self._encode_each(step, received, values, result, exchange))
+
+        def finish(results: ResultLists, reduce_fun: Callable[[list[Any]], Any]) -> Sequence[bytes]:
+            """Have the storage finish, and encode what it returns, from columns if those are sure to hold."""
+            nonlocal result
+            is_plain = self._finishes_plainly() and is_pending(results.planned.metadata)
+            with exchange.working(), paused_gc() if is_plain else nullcontext():
+                result = reduce_fun(results if is_plain else list(results))  # type: ignore[arg-type]
+            parts = results.encode_metadata(result, strict=strict) if is_plain or is_pending(result) else None
+            if parts is None:
+                exchange.miss("the storage or the planner may have changed the metadata")
+                return encode_reply(look_at(result), path=step, strict=strict)
+            if results.storage_part is not None and not results.is_remembered:
+                exchange.miss("where all is stored was put together anew")
+                exchange.remember(results.digest, results.storage_part, len(results.storage_part))
+            return parts
 
         with self._exchange() as exchange:
             leaves_plans = to_each and step == "plan" and self._leaves_plans()
@@ -294,8 +332,8 @@ class GlooDistWrapper(_DistWrapper):
                 step, produce, reduce, is_io=step in _IO_STEPS, asks_for_later=not leaves_plans
             )
             if self.is_coordinator:
-                return build_pending(result[self.rank]) if to_each else result
-            if to_each and not reply:
+                return self._own_part(result, mine) if to_each else result
+            if to_each and not any(reply or ()):
                 return mine  # the plan as it was
             if reply is None:
                 return [None] * self._world_size if reduce_fun is list else None
@@ -303,7 +341,7 @@ class GlooDistWrapper(_DistWrapper):
                 value = (
                     read_metadata_later(reply)
                     if is_metadata(reply)
-                    else decode_value([reply], base=self._local_plan)
+                    else decode_value(reply, base=self._local_plan)
                 )
             except WireError as error:
                 raise CheckpointException(step, {self.rank: _wrap_exception(error)}) from error
@@ -311,29 +349,62 @@ class GlooDistWrapper(_DistWrapper):
                 self._final_plan = value
             return value
 
-    def _decode_columns(self, received: list[list[bytes] | None], mine: SavePlan) -> LocalPlans | None:
+    def _decode_columns(
+        self, received: list[list[bytes] | None], mine: SavePlan, exchange: Exchange
+    ) -> LocalPlans | None:
         """Return the ranks' local plans in columns, or None where some are no such plans."""
         try:
             own_parts = encode_plan(mine, path="plan of the coordinator", strict=True)
         except UnencodableError:
             return None  # it need not travel, and as it is it is no plan in columns
-        columns: list[tuple[PlanSchema, PlanColumns]] = []
-        damaged: dict[int, BaseException] = {}
-        schemas: dict[bytes, PlanSchema] = {}
-        for rank, parts in enumerate(received):
+        frames: list[tuple[bytes, bytes]] = []
+        for parts in received:
             schema_frame, *bodies = own_parts if parts is None else parts or (b"",)
             if not is_plan(schema_frame) or len(bodies) != 1:
                 return None
-            try:
-                if schema_frame not in schemas:
-                    schemas[schema_frame] = decode_schema(schema_frame)
-                schema = schemas[schema_frame]
-                columns.append((schema, decode_plan_columns(schema, bodies[0])))
-            except WireError as error:
-                damaged[rank] = error
-        if damaged:
+            frames.append((schema_frame, bodies[0]))
+        columns = PlanFrames(frames)
+        self._plans_digest = _digest_of(b"plans:", [part for parts in frames for part in parts])
+        remembered = exchange.find(self._plans_digest)
+        if remembered is None and (damaged := columns.read()):  # else all have been read before
             raise PeerFailures(damaged)
-        return LocalPlans(columns, self.rank, mine)
+        return LocalPlans(columns, self.rank, mine, remembered)
+
+    def _decode_results(
+        self, received: list[list[bytes] | None], mine: list[Any], exchange: Exchange
+    ) -> ResultLists | None:
+        """Return the ranks' results in columns, or None where some are no plain ones."""
+        planned = self._planned
+        if planned is None:
+            return None
+        try:
+            own_parts = encode_value(mine, base=self._final_plan, path="results", strict=True)
+        except UnencodableError:
+            return None
+        frames: list[bytes | None] = []
+        for given in received:
+            parts = own_parts if given is None else given
+            if len(parts) == 1 and is_results(parts[0]):
+                frames.append(parts[0])
+            elif tuple(parts) == _NO_RESULTS:
+                frames.append(None)
+            else:
+                return None
+        key = _digest_of(
+            b"results:", [self._plans_digest, bytes(planned.settings), *(f or b"" for f in frames)]
+        )
+        try:
+            return read_results(planned, frames, key, exchange.find(key))
+        except DamagedResults as error:
+            raise PeerFailures(error.damaged) from error
+
+    def _own_part(self, result: Sequence[Any], mine: Any) -> Any:
+        """Return the coordinator's own part of what was reduced."""
+        own = result[self.rank]
+        if isinstance(own, SavePlan) and isinstance(own.items, PendingItems):
+            final = own.items.encode(own, path="plan", strict=False)
+            own = self._final_plan = build_own_plan(own, final, mine)
+        return own
 
     def _decode(self, received: list[list[bytes] | None], mine: Any) -> list[Any]:
         values: list[Any] = []
@@ -359,14 +430,15 @@ class GlooDistWrapper(_DistWrapper):
         received: Sequence[Sequence[bytes] | None],
         values: Sequence[Any],
         results: Sequence[Any],
-    ) -> dict[int, bytes]:
-        replies = {}
+        exchange: Exchange,
+    ) -> dict[int, Sequence[bytes]]:
+        replies: dict[int, Sequence[bytes]] = {}
         for rank, result in enumerate(results):
             if rank == self.rank:
                 continue
             path = f"{step} for group rank {rank}"
             if type(result) is SavePlan and isinstance(result.items, PendingItems):
-                replies[rank] = result.items.encode(result, path=path, strict=self._config.strict)
+                replies[rank] = [result.items.encode(result, path=path, strict=self._config.strict)]
                 self._final_plans[rank] = result
                 continue
             value = values[rank]
@@ -379,6 +451,39 @@ class GlooDistWrapper(_DistWrapper):
             )
             if is_plan:
                 self._final_plans[rank] = result
-            elif type(result) is LoadPlan and [replies[rank]] == received[rank]:
-                replies[rank] = b""  # as it was
+            elif type(result) is LoadPlan and list(replies[rank]) == received[rank]:
+                replies[rank] = [b""]  # as it was
+        self._remember_plans(results, replies, exchange)
         return replies
+
+    def _remember_plans(
+        self, results: Sequence[Any], replies: Mapping[int, Sequence[bytes]], exchange: Exchange
+    ) -> None:
+        """Keep what global planning came to, where it was on columns and the storage left items alone."""
+        planned = None if self._local_plans is None else self._local_plans.planned
+        if planned is None or not all(
+            type(result) is SavePlan and isinstance(result.items, PendingItems) for result in results
+        ):
+            return
+        self._planned = planned
+        if planned.remembered is None:
+            exchange.miss("the global plan was made anew")
+        own = results[self.rank]
+        finals = [
+            replies[rank][0] if rank in replies else own.items.encode(own, path="plan", strict=False)
+            for rank in range(len(results))
+        ]
+        remembered = self._local_plans.to_remember(results, finals) if self._local_plans else None
+        if remembered is not None:
+            exchange.remember(self._plans_digest, remembered, remembered.nbytes)
+
+
+def _digest_of(what: bytes, parts: Iterable[bytes]) -> bytes:
+    """Return the digest of many parts; of one that many ranks have it is made once."""
+    known: dict[bytes, bytes] = {}
+    digests = []
+    for part in parts:
+        if part not in known:
+            known[part] = digest(part)
+        digests.append(known[part])
+    return what + digest(b"".join(digests))

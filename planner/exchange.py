@@ -11,13 +11,15 @@ Keys, below ``s/EPOCH/SAVE/``: ``u/EXCHANGE/RANK`` holds an envelope, ``v/NUMBER
 order, ``alarm`` counts failed envelopes. A rank that fails anywhere, also between exchanges, puts a
 failed envelope for the next one, so every failure reaches everybody the same way. Parts with equal
 digests are sent once, by the lowest rank that has them, and not at all where the coordinator remembers
-them from a save that succeeded.
+them from a save that succeeded. The other way round a rank says which reply it got when it last sent the
+same, and what is the same again does not follow.
 
 Nothing here knows what the bytes mean; that is for planner.dist_wrapper.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -26,11 +28,11 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from planner.cache import remembered_parts
+from planner.cache import memory
 from planner.channel import Channel
 from planner.config import CoordinationConfig
 from planner.control import Deadline
@@ -103,10 +105,13 @@ class Local:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the coordinator answers: the same bytes to all, or one piece of bytes to each rank."""
+    """What the coordinator answers: the same parts to all, or to each rank as many parts of its own.
 
-    to_all: bytes | None = None
-    to_each: Mapping[int, bytes] | None = None
+    The last of several parts is what differs from save to save: it always follows.
+    """
+
+    to_all: Sequence[bytes] | None = None
+    to_each: Mapping[int, Sequence[bytes]] | None = None
 
 
 class Exchange:
@@ -135,7 +140,12 @@ class Exchange:
         self._base = ""
         self._quit_before = ""
         self._absent: tuple[int, ...] = ()  # coordinator: who had not arrived when it stopped waiting
-        self._to_remember: dict[bytes, bytes] = {}  # coordinator: what to keep if this save succeeds
+        self._remembers = operation == "save" and config.remembered_nbytes > 0
+        self._is_first = memory.is_empty
+        self._to_remember: dict[bytes, tuple[Any, int]] = {}  # if this save succeeds
+        # Of what this rank had in this save so far: by this it finds what it probably gets again.
+        self._history = hashlib.blake2b(repr((channel.members, channel.coordinator)).encode(), digest_size=16)
+        self._misses: list[str] = []  # why this exchange is not as in an earlier save
         self._concluded = False  # an abort verdict was given or taken: all ranks know
         self._num_exchanges = 0
         self._num_verdicts = 0
@@ -217,7 +227,8 @@ class Exchange:
             self._pulse.stop()
             if error is None:
                 self._channel.succeeded()
-                remembered_parts.remember(self._to_remember)
+                if self._remembers:
+                    memory.remember(self._to_remember, self._config.remembered_nbytes)
                 if self._channel.is_coordinator:
                     self._channel.litter += [self._verdict_key(self._num_verdicts - back) for back in (1, 2)]
             else:
@@ -266,7 +277,7 @@ class Exchange:
         *,
         is_io: bool = False,
         asks_for_later: bool = False,
-    ) -> bytes | None:
+    ) -> list[bytes] | None:
         """Run one exchange; collective over the members, each calls it in the same order.
 
         Blocks until the coordinator has an outcome: while ranks are inside ``produce`` at most
@@ -282,7 +293,7 @@ class Exchange:
             asks_for_later: whether the parts left for later are wanted; the coordinator's word counts.
 
         Returns:
-            The reply's bytes; None on the coordinator, and where there is no reply.
+            The reply's parts; None on the coordinator, and where there is no reply.
 
         Raises:
             CheckpointException: ranks failed, or the reduction did; the same on every rank.
@@ -292,6 +303,7 @@ class Exchange:
         self._phase = PhaseReport(step)
         self.report.phases.append(self._phase)
         self._local_failure = None
+        self._misses = []
         number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
         if number >= _MAX_EXCHANGES:
             raise ValueError(f"one save or load has at most {_MAX_EXCHANGES} exchanges")
@@ -308,6 +320,33 @@ class Exchange:
             return self._take_part(number, local)
         finally:
             self._phase.seconds = time.monotonic() - start
+            self._phase.reuse = self._describe_reuse()
+
+    # -- what is remembered --------------------------------------------------------------------------
+
+    def find(self, digest: bytes) -> Any:
+        """Return what is remembered of a save that succeeded, by the digest of all that it depends on."""
+        return memory.find(digest) if self._remembers else None
+
+    def remember(self, digest: bytes, value: Any, nbytes: int) -> None:
+        """Keep ``value``, which never changes, if this save succeeds."""
+        if self._remembers:
+            self._to_remember[digest] = (value, nbytes)
+
+    def miss(self, reason: str) -> None:
+        """Note for the report why this exchange is not as in an earlier save."""
+        self._misses.append(reason)
+
+    def _describe_reuse(self) -> str:
+        if not self._remembers:
+            return "off: " + (
+                "remembered_nbytes is 0"
+                if self._operation == "save"
+                else "only what saves send is remembered"
+            )
+        if not self._misses:
+            return "hit"
+        return "miss: " + ("first save of this process" if self._is_first else "; ".join(self._misses))
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -329,14 +368,21 @@ class Exchange:
 
     # -- on the other ranks --------------------------------------------------------------------------
 
-    def _take_part(self, number: int, local: Local) -> bytes | None:
+    def _take_part(self, number: int, local: Local) -> list[bytes] | None:
         verdict: Verdict = Moved()
+        parts = tuple((digest(part), len(part)) for part in local.parts)
+        history = self._remember_as(parts, number)
+        known: Sequence[tuple[bytes, bytes]] = next(filter(None, map(self.find, history)), ())
         while isinstance(verdict, Moved):
             if self._local_failure is not None:
                 self._put_failed(number, self._local_failure)
             else:
-                parts = tuple((digest(part), len(part)) for part in local.parts)
-                envelope = Envelope(self._identity, parts, has_later=local.later is not None)
+                envelope = Envelope(
+                    self._identity,
+                    parts,
+                    has_later=local.later is not None,
+                    known=tuple(part_digest for part_digest, _ in known),
+                )
                 self._control.put(self._up_key(number, self._channel.group_rank), envelope.encode())
             verdict = self._await_verdict()
             if isinstance(verdict, Moved):
@@ -349,16 +395,50 @@ class Exchange:
         if not isinstance(verdict, Done) or self._local_failure is not None:
             raise self._unexpected(verdict)
         self._control.delete([self._up_key(number, self._channel.group_rank)])
-        if not verdict.has_reply:
+        return self._receive_reply(number, verdict, known, history)
+
+    def _remember_as(self, parts: Sequence[tuple[bytes, int]], number: int) -> list[bytes]:
+        """Note the digests of this rank's parts, and return by what to remember the reply, the best first."""
+        before = self._history.digest()
+        self._history.update(b"".join((b"\0", *(part_digest for part_digest, _ in parts))))
+        # Where this rank's own results are new, most of the metadata may still be what it was.
+        return [b"reply:" + self._history.digest(), *([b"reply:" + before] if number else ())]
+
+    def _receive_reply(
+        self, number: int, verdict: Done, known: Sequence[tuple[bytes, bytes]], history: Sequence[bytes]
+    ) -> list[bytes] | None:
+        if not verdict.num_parts:
             return None
         where = {"from_rank": self._channel.coordinator, "tag": self._tag(number)}
-        reply = self._over_gloo(lambda group, deadline: receive_headed(group, deadline=deadline, **where))
-        self._phase.received_nbytes += len(reply)
+        mask = verdict.mask_of(self._channel.group_rank)
+        reply: list[bytes] = []
+        for position in range(verdict.num_parts):
+            if mask >> position & 1:
+                part = self._over_gloo(
+                    lambda group, deadline: receive_headed(group, deadline=deadline, **where)
+                )
+                self._phase.received_nbytes += len(part)
+            elif position < len(known):
+                part = known[position][1]
+                self._phase.remembered_nbytes += len(part)
+            else:
+                raise self._unexpected(verdict)
+            reply.append(part)
+        lasting = reply[: max(1, len(reply) - 1)]
+        if num_new := sum(mask >> position & 1 for position in range(len(lasting))):
+            self.miss(f"{num_new} of {len(lasting)} parts of the reply were new")
+        if self._remembers:
+            digested = tuple((digest(part), part) for part in lasting)
+            self._history.update(b"".join(part_digest for part_digest, _ in digested))
+            for key in history:
+                self.remember(key, digested, sum(map(len, lasting)))
         return reply
 
     def _send(self, number: int, local: Local, verdict: Send) -> None:
         mask = verdict.mask_of(self._channel.group_rank)
         parts = [part for bit, part in enumerate(local.parts) if mask >> bit & 1]
+        if parts:
+            self.miss(f"the coordinator asked for {len(parts)} of {len(local.parts)} parts")
         where = {"to_rank": self._channel.coordinator, "tag": self._tag(number)}
         if parts:
             self._over_gloo(lambda group, deadline: send_parts(group, parts, deadline=deadline, **where))
@@ -510,15 +590,17 @@ class Exchange:
         except BaseException as error:  # noqa: BLE001 - whatever it is, all ranks must hear of it
             self._local_failure = error
             self._abort_failures(self._identity.phase, {channel.group_rank: error})
-        replies: dict[int, bytes] = {}
+        replies: dict[int, Sequence[bytes]] = {}
         if reply is not None:
             replies = {
-                rank: reply.to_each[rank] if reply.to_each is not None else reply.to_all or b""
+                rank: reply.to_each[rank] if reply.to_each is not None else reply.to_all or (b"",)
                 for rank in channel.peers
             }
-        self._publish(Done(has_reply=bool(replies)))
-        if replies:
-            self._scatter(number, replies)
+        done = _choose_replies(replies, envelopes)
+        if num_new := sum(1 for mask in map(done.mask_of, replies) if mask & _lasting_mask(done.num_parts)):
+            self.miss(f"{num_new} of {channel.world_size} ranks did not know the reply")
+        self._publish(done)
+        self._scatter(number, replies, done)
         self._control.delete([self._up_key(number, channel.group_rank)])
 
     def _collect(self, number: int, deadline: Deadline) -> dict[int, Envelope]:
@@ -650,17 +732,23 @@ class Exchange:
     ) -> list[list[bytes] | None]:
         """Return each other rank's parts, having asked for them."""
         digests = {part_digest for envelope in envelopes.values() for part_digest, _ in envelope.parts}
-        known = {d: part for d in digests if (part := remembered_parts.find(d)) is not None}
+        known = {d: part for d in digests if (part := self.find(d)) is not None}
         self._phase.remembered_nbytes += sum(
             nbytes for envelope in envelopes.values() for d, nbytes in envelope.parts if d in known
         )
         wanted, verdict = _choose_parts(envelopes, known)
         later = [rank for rank, envelope in envelopes.items() if asks_for_later and envelope.has_later]
         parts: dict[bytes, bytes] = {digest(b""): b"", **known}
+        known_or_empty = parts.keys()
+        if num_new := sum(
+            any(d not in known_or_empty for d, _ in envelope.parts) for envelope in envelopes.values()
+        ):
+            self.miss(f"{num_new} of {self._channel.world_size} ranks had new parts")
         if wanted or later:
             self._publish(replace(verdict, later=bool(later)))
             received_parts = self._gather(number, envelopes, wanted)
-            self._to_remember |= received_parts
+            for part_digest, part in received_parts.items():
+                self.remember(part_digest, part, len(part))
             parts |= received_parts
         received: list[list[bytes] | None] = [None] * self._channel.world_size
         for rank, envelope in envelopes.items():
@@ -713,13 +801,19 @@ class Exchange:
             self._abort_failures(self._identity.phase, damaged)
         return parts
 
-    def _scatter(self, number: int, replies: Mapping[int, bytes]) -> None:
-        try:
-            group = self._channel.open_group(self._config.plan_timeout)
-            scatter(group, replies, tag=self._tag(number), deadline=Deadline(self._config.plan_timeout))
-        except TransportError as error:
-            self._abort_transport(number, error)
-        self._phase.sent_nbytes += sum(map(len, replies.values()))
+    def _scatter(self, number: int, replies: Mapping[int, Sequence[bytes]], done: Done) -> None:
+        for position in range(done.num_parts):
+            parts = {
+                rank: reply[position] for rank, reply in replies.items() if done.mask_of(rank) >> position & 1
+            }
+            if not parts:
+                continue
+            try:
+                group = self._channel.open_group(self._config.plan_timeout)
+                scatter(group, parts, tag=self._tag(number), deadline=Deadline(self._config.plan_timeout))
+            except TransportError as error:
+                self._abort_transport(number, error)
+            self._phase.sent_nbytes += sum(map(len, parts.values()))
 
     def _publish(self, verdict: Verdict) -> None:
         self._control.put(self._verdict_key(self._num_verdicts), encode_verdict(verdict))
@@ -905,6 +999,31 @@ def _choose_parts(
         masks[rank] = mask
     default = Counter(masks.values()).most_common(1)[0][0] if masks else 0
     return wanted, Send(default, {rank: mask for rank, mask in masks.items() if mask != default})
+
+
+def _choose_replies(replies: Mapping[int, Sequence[bytes]], envelopes: Mapping[int, Envelope]) -> Done:
+    """Choose which parts of the reply follow to whom: those that the rank does not know."""
+    num_parts = max(map(len, replies.values()), default=0)
+    digests: dict[int, bytes] = {}  # one object may be for all
+    masks: dict[int, int] = {}
+    for rank, parts in replies.items():
+        if len(parts) != num_parts:
+            raise ValueError(f"group rank {rank} is to get {len(parts)} parts, another {num_parts}")
+        mask = 0
+        known = envelopes[rank].known
+        for position, part in enumerate(parts):
+            if position < len(known) and id(part) not in digests:
+                digests[id(part)] = digest(part)
+            if position >= len(known) or known[position] != digests[id(part)]:
+                mask |= 1 << position
+        masks[rank] = mask
+    default = Counter(masks.values()).most_common(1)[0][0] if masks else 0
+    return Done(num_parts, default, {rank: mask for rank, mask in masks.items() if mask != default})
+
+
+def _lasting_mask(num_parts: int) -> int:
+    """Return the bits of the parts of a reply that may be the same in another save."""
+    return (1 << max(1, num_parts - 1)) - 1
 
 
 class _Pulse:

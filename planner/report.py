@@ -27,7 +27,11 @@ class PhaseReport:
     """Bytes this rank received over the gloo group."""
 
     remembered_nbytes: int = 0
-    """Coordinator only: bytes of other ranks' parts that it knew from an earlier save."""
+    """Bytes that did not travel as both sides had them from an earlier save: on the coordinator the parts of
+    other ranks, on those what it sends back."""
+
+    reuse: str = ""
+    """Whether this was as in an earlier save: ``hit``; ``miss: `` and why not; or ``off: `` and why."""
 
     last_ranks: tuple[int, ...] = ()
     """Coordinator only: the ranks it had to wait for longest, the last to arrive last; a few at most."""

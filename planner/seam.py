@@ -31,6 +31,7 @@ from planner import async_save, names, switch
 from planner.coordinated import Coordinated
 from planner.dist_wrapper import GlooDistWrapper
 from planner.errors import CoordinationError, CoordinationMismatch, UnsupportedTorchError
+from planner.save_columns import is_plain_finish
 
 __all__ = ["check", "find_problems", "install"]
 
@@ -72,6 +73,7 @@ def _choose_dist_wrapper(
         config=call.planner.config,
         leaves_plans=lambda: call.planner.leaves_plans(call.storage),
         is_pure=lambda: call.planner.is_pure(call.storage),
+        finishes_plainly=lambda: is_plain_finish(call.storage),
         mode_of=_mode_of,
     )
     call.planner.has_begun = True

@@ -53,4 +53,6 @@ def require(inner: object, holds: bool, hook: str, expected: str, found: object)
 
 def is_inherited(owner: object, name: str, base: type) -> bool:
     """Whether ``owner`` has ``name`` from ``base`` unchanged."""
-    return name not in vars(owner) and getattr(type(owner), name, None) is getattr(base, name)
+    return name not in getattr(owner, "__dict__", {}) and getattr(type(owner), name, None) is getattr(
+        base, name
+    )

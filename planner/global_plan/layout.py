@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.global_plan.order import BoolColumn, IntpColumn, group_numbers, group_starts, stable_order
-from planner.global_plan.table import BYTES_DIMS, ItemTable
+from planner.global_plan.table import BYTES_DIMS, ItemTable, NotColumnarError
 from planner.wire.columns import Int64Column
 from planner.wire.plans import SHARD_CODE
+from planner.wire.state import Layouts
 
-__all__ = ["Chunks", "Layout", "lay_out"]
+__all__ = ["Chunks", "Layout", "find_layouts", "lay_out"]
 
 
 @dataclass(frozen=True)
@@ -104,4 +105,59 @@ def _take_chunks(table: ItemTable, class_number: int, numbers: IntpColumn, entry
         offsets=size_class.offsets[:, rows],
         sizes=size_class.sizes[:, rows],
         tensor_sizes=table.tensor_sizes(numbers[starts], size_class.num_dims),
+    )
+
+
+def find_layouts(chunks: Chunks) -> tuple[Layouts, Int64Column]:
+    """Find tensors that are cut in the same way.
+
+    Returns:
+        The distinct layouts, and which of them each tensor has; shape (num_tensors,).
+
+    Raises:
+        NotColumnarError: chance has it that two that differ cannot be told apart.
+    """
+    num_chunks = chunks.offsets.shape[1]
+    lengths = np.diff(chunks.starts, append=num_chunks)
+    place = np.arange(num_chunks) - np.repeat(chunks.starts, lengths)
+    # Sums of random numbers tell layouts apart but for chance, and then that is checked.
+    random = np.random.default_rng(0)
+
+    def some(count: int) -> npt.NDArray[np.uint64]:
+        return random.integers(0, 2**64 - 1, count, dtype=np.uint64) | np.uint64(1)
+
+    per_place = some(int(lengths.max()) if len(lengths) else 0)
+    marks = per_place[place]
+    for column in (*chunks.offsets, *chunks.sizes):
+        marks += column.view(np.uint64) * some(1) * per_place[place]
+    sums = np.add.reduceat(marks, chunks.starts) + lengths.astype(np.uint64) * some(1)
+    for column in chunks.tensor_sizes:
+        sums += column.view(np.uint64) * some(1)
+    _, samples, numbers = np.unique(sums, return_index=True, return_inverse=True)
+    order = np.argsort(samples)  # in the order of their first tensor
+    rank_of = np.empty(len(order), dtype=np.int64)
+    rank_of[order] = np.arange(len(order))
+    numbers, samples = rank_of[numbers], samples[order]
+
+    sample_of = samples[numbers]
+    if (lengths != lengths[sample_of]).any():
+        raise NotColumnarError
+    at_sample = place + np.repeat(chunks.starts[sample_of], lengths)
+    columns = (*chunks.offsets, *chunks.sizes)
+    if any((column != column[at_sample]).any() for column in columns) or any(
+        (column != column[sample_of]).any() for column in chunks.tensor_sizes
+    ):
+        raise NotColumnarError
+    is_sample = np.zeros(len(lengths), dtype=np.bool_)
+    is_sample[samples] = True
+    taken = np.repeat(is_sample, lengths)
+    return (
+        Layouts(
+            chunks.num_dims,
+            chunks.tensor_sizes[:, samples],
+            lengths[samples].astype(np.int64),
+            chunks.offsets[:, taken],
+            chunks.sizes[:, taken],
+        ),
+        numbers,
     )

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from planner.global_plan.dedup import dedup
-from planner.global_plan.layout import Layout, lay_out
+from planner.global_plan.layout import Layout, find_layouts, lay_out
 from planner.global_plan.order import BoolColumn
 from planner.global_plan.table import (
     Columnar,
@@ -33,7 +26,8 @@ from planner.wire.columns import Int64Column
 from planner.wire.gc_pause import paused_gc
 from planner.wire.mappings import MappingPath
 from planner.wire.plans import BYTE_IO_CODE, PlanSchema, encode_final_plan_columns, make_items, make_plan
-from planner.wire.tensors import FIELDS_ARE_KNOWN
+from planner.wire.state import BYTES, TENSOR, Layouts, StateColumns, StateObjects
+from planner.wire.tensors import FIELDS_ARE_KNOWN, PropertyValues
 
 __all__ = ["GlobalPlan", "RankPlan", "plan_globally"]
 
@@ -106,6 +100,7 @@ class GlobalPlan:
 
     Attributes:
         local_plans: what each rank had sent, by rank.
+        state: the ``state_dict_metadata``, in columns.
     """
 
     def __init__(
@@ -121,9 +116,11 @@ class GlobalPlan:
         self._starts = table.starts.tolist()
         self._kept = kept
         self._hints = layout.hints
-        self._chunks = layout.chunks
-        self._entries = [table.schema_and_position(number) for number in layout.firsts.tolist()]
+        self.state = _state_columns(table, layout)
         self._merges_mappings = merges_mappings
+        self._names = table.names
+        self._entry_of_name = np.full(table.num_names, -1, dtype=np.int64)
+        self._entry_of_name[layout.names] = np.arange(len(layout.names))
 
     def __len__(self) -> int:
         """Return the number of ranks."""
@@ -174,40 +171,37 @@ class GlobalPlan:
         ]
         return make_plan(schema, columns, kept=self.kept(rank), hints=hints)
 
+    def places(self, rank: int) -> tuple[Int64Column, Int64Column]:
+        """Return where in the metadata the chunks of the items that ``rank`` keeps stand.
+
+        Returns:
+            The number of the entry of each, and its place among that entry's chunks, 0 for bytes; both of
+            shape (num_kept,).
+        """
+        own = slice(self._starts[rank], self._starts[rank + 1])
+        kept = self._kept[own]
+        entries = self._entry_of_name[self._names[own][kept]]
+        # What is there for bytes is 0 too: an entry of bytes has one item.
+        return entries, self._hints[own][kept]
+
+    @cached_property
+    def bytes_have_hints(self) -> bool:
+        """Whether some item of bytes has an index hint, which stock DCP's planner never gives it."""
+        return any(
+            hint is not None and code == BYTE_IO_CODE
+            for schema, columns in self.local_plans
+            if columns.hints.count(None) != len(columns.hints)
+            for hint, code in zip(columns.hints, schema.type_codes.tolist(), strict=True)
+        )
+
+    def planner_data(self) -> dict[str, MappingPath] | None:
+        """Make the planner_data of the metadata, a new one at every call."""
+        return self._merge_mappings() if self._merges_mappings else None
+
     def build_metadata(self) -> Metadata:
         """Make the metadata, a new one at every call; equal sizes in it are one object."""
         with paused_gc():
-            state = self._build_state()
-            return Metadata(state, planner_data=self._merge_mappings() if self._merges_mappings else None)
-
-    def _build_state(self) -> dict[str, Any]:
-        lists = self._build_chunk_lists()
-        state: dict[str, Any] = {}
-        for number, (schema, position) in enumerate(self._entries):
-            values = schema.properties[position]
-            if values is None:
-                state[schema.fqns[position]] = BytesStorageMetadata()
-                continue
-            state[schema.fqns[position]] = TensorStorageMetadata(
-                TensorProperties(*values), schema.sizes[position], lists[number]
-            )
-        return state
-
-    def _build_chunk_lists(self) -> dict[int, list[ChunkStorageMetadata]]:
-        """Make the chunks of all entries of tensors, by the number of the entry."""
-        cache = _Sizes()
-        lists: dict[int, list[ChunkStorageMetadata]] = {}
-        for chunks in self._chunks:
-            num_chunks = chunks.offsets.shape[1]
-            made = map(
-                ChunkStorageMetadata,
-                cache.each_of(chunks.offsets, num_chunks),
-                cache.each_of(chunks.sizes, num_chunks),
-            )
-            lengths = np.diff(chunks.starts, append=num_chunks).tolist()
-            for entry, length in zip(chunks.entries.tolist(), lengths, strict=True):
-                lists[entry] = list(islice(made, length))
-        return lists
+            return Metadata(StateObjects(self.state).build(), planner_data=self.planner_data())
 
     def _merge_mappings(self) -> dict[str, MappingPath]:
         """Return ``dict(ChainMap(*mappings))`` of all ranks, from one mapping of each schema."""
@@ -226,14 +220,33 @@ def _mapping_of(schema: PlanSchema) -> dict[str, MappingPath]:
     return schema.mapping or {}
 
 
-class _Sizes(dict[tuple[int, ...], torch.Size]):
-    """``torch.Size`` objects by value, so that equal ones are one object."""
-
-    def __missing__(self, key: tuple[int, ...]) -> torch.Size:
-        size = self[key] = torch.Size(key)
-        return size
-
-    def each_of(self, columns: Any, num_rows: int) -> Any:
-        """Iterate over the rows of ``columns``, shape (num_dims, num_rows), as sizes."""
-        rows = zip(*(column.tolist() for column in columns), strict=True) if len(columns) else [()] * num_rows
-        return map(self.__getitem__, rows)
+def _state_columns(table: ItemTable, layout: Layout) -> StateColumns:
+    entries = [table.schema_and_position(number) for number in layout.firsts.tolist()]
+    kinds = bytearray()
+    properties: dict[PropertyValues, int] = {}
+    property_numbers: list[int] = []
+    for schema, position in entries:
+        values = schema.properties[position]
+        kinds.append(BYTES if values is None else TENSOR)
+        if values is not None:
+            property_numbers.append(properties.setdefault(values, len(properties)))
+    tensor_of_entry = np.cumsum(np.frombuffer(bytes(kinds), dtype=np.uint8) == TENSOR) - 1
+    layout_numbers = np.zeros(len(property_numbers), dtype=np.int64)
+    layouts: list[Layouts] = []
+    num_before = 0
+    for chunks in layout.chunks:
+        if not len(chunks.entries):
+            continue
+        own, numbers = find_layouts(chunks)
+        layouts.append(own)
+        layout_numbers[tensor_of_entry[chunks.entries]] = numbers + num_before
+        num_before += len(own.num_chunks)
+    return StateColumns(
+        [schema.fqns[position] for schema, position in entries],
+        bytes(kinds),
+        list(properties),
+        np.asarray(property_numbers, dtype=np.int64),
+        layouts,
+        layout_numbers,
+        [],
+    )

@@ -20,9 +20,11 @@ __all__ = [
     "pack_flags",
     "pack_ints",
     "pack_optional_ints",
+    "pack_runs",
     "unpack_flags",
     "unpack_ints",
     "unpack_optional_ints",
+    "unpack_runs",
 ]
 
 Int64Column = npt.NDArray[np.int64]
@@ -124,3 +126,54 @@ def unpack_optional_ints(
     flags = unpack_flags(flags_tree, count=count, path=path)
     found = iter(unpack_ints(ints_tree, count=int(flags.sum()), path=path, low=low, high=high).tolist())
     return [next(found) if flag else None for flag in flags.tolist()]
+
+
+def pack_runs(column: Int64Column, counts: Sequence[int]) -> Any:
+    """Write a column that is made of runs, equal runs once; a column of zeros alone is None.
+
+    What ranks have in common, such as the lengths of what each wrote, then costs next to nothing, however
+    far apart it stands; deflate looks back no more than 32 kB.
+
+    Args:
+        column: the integers; shape (sum of counts,).
+        counts: how many of them are in each run.
+    """
+    if not column.any():
+        return None
+    numbers: dict[tuple[int, bytes], int] = {}
+    of_run: list[int] = []
+    start = 0
+    for count in counts:
+        code, data = pack_ints(column[start : start + count])
+        of_run.append(numbers.setdefault((code, data), len(numbers)))
+        start += count
+    return [[[code, data] for code, data in numbers], pack_ints(of_run)]
+
+
+def unpack_runs(
+    tree: Any, *, counts: Sequence[int], path: str, low: int | None = None, high: int | None = None
+) -> Int64Column:
+    """Read a column of runs of exactly ``counts`` integers; bounds are those of the integers.
+
+    The counts, which come from a peer too, have to be bounded by whoever calls.
+
+    Raises:
+        PayloadError: if it is no such column.
+    """
+    if tree is None:
+        column = np.zeros(sum(counts), dtype=np.int64)
+        if len(column) and not ((low is None or low <= 0) and (high is None or high >= 0)):
+            raise PayloadError(path, f"integers from {low} to {high}", 0)
+        return column
+    table_tree, numbers_tree = expect_list(tree, path, 2)
+    table = expect_list(table_tree, path)
+    of_run = unpack_ints(numbers_tree, count=len(counts), path=f"{path}.runs", low=0, high=len(table) - 1)
+    known: dict[tuple[int, int], Int64Column] = {}
+    runs = [np.zeros(0, dtype=np.int64)]
+    for count, number in zip(counts, of_run.tolist(), strict=True):
+        run = known.get((number, count))
+        if run is None:
+            run = unpack_ints(table[number], count=count, path=path, low=low, high=high)
+            known[number, count] = run
+        runs.append(run)
+    return np.concatenate(runs)

@@ -28,6 +28,8 @@ __all__ = [
 
 _MAX_PART_NBYTES = 2**48
 _MAX_RANK = 2**31
+_MAX_MASK = 2**62
+_MAX_NUM_PARTS = 62
 _DIGEST_NBYTES = 16
 
 
@@ -67,6 +69,9 @@ class Envelope:
     failure: bytes | None = None
     """A failure frame, when the rank failed instead."""
 
+    known: tuple[bytes, ...] = ()
+    """Digests of the parts, in their order, of the reply that it remembers to have got to the same."""
+
     def encode(self) -> bytes:
         """Return the envelope as a frame."""
         return encode_message(
@@ -79,6 +84,7 @@ class Envelope:
                 "later": self.has_later,
                 "parts": [[digest, nbytes] for digest, nbytes in self.parts],
                 "failure": self.failure,
+                "known": list(self.known),
             },
         )
 
@@ -92,7 +98,7 @@ class Envelope:
         tree = expect_map(
             decode_message(data, Kind.ENVELOPE),
             "envelope",
-            ("op", "ckpt", "phase", "mode", "later", "parts", "failure"),
+            ("op", "ckpt", "phase", "mode", "later", "parts", "failure", "known"),
         )
         parts = []
         for number, item in enumerate(expect_list(tree["parts"], "envelope.parts")):
@@ -111,6 +117,10 @@ class Envelope:
             parts=tuple(parts),
             has_later=expect_bool(tree["later"], "envelope.later"),
             failure=None if tree["failure"] is None else expect_bytes(tree["failure"], "envelope.failure"),
+            known=tuple(
+                expect_bytes(digest, "envelope.known", _DIGEST_NBYTES)
+                for digest in expect_list(tree["known"], "envelope.known")
+            ),
         )
 
 
@@ -134,9 +144,21 @@ class Send:
 
 @dataclass(frozen=True)
 class Done:
-    """The coordinator has the outcome; where ``has_reply``, it follows over the gloo group."""
+    """The coordinator has the outcome; parts of its reply whose bits are set follow over the gloo group."""
 
-    has_reply: bool
+    num_parts: int = 0
+    """How many parts the reply has; 0 for no reply."""
+
+    default_mask: int = 0
+    """For every rank that ``masks`` does not name; the first part in the lowest bit. A part whose bit is not
+    set is the one that the rank's envelope said it knows."""
+
+    masks: Mapping[int, int] = field(default_factory=dict)
+    """By group rank."""
+
+    def mask_of(self, rank: int) -> int:
+        """Return the bits for one group rank."""
+        return self.masks.get(rank, self.default_mask)
 
 
 @dataclass(frozen=True)
@@ -167,11 +189,16 @@ def encode_verdict(verdict: Verdict) -> bytes:
         tree: dict[str, Any] = {
             "do": "send",
             "default": verdict.default_mask,
-            "masks": [[rank, mask] for rank, mask in verdict.masks.items()],
+            "masks": _encode_masks(verdict.masks),
             "later": verdict.later,
         }
     elif isinstance(verdict, Done):
-        tree = {"do": "done", "reply": verdict.has_reply}
+        tree = {
+            "do": "done",
+            "parts": verdict.num_parts,
+            "default": verdict.default_mask,
+            "masks": _encode_masks(verdict.masks),
+        }
     elif isinstance(verdict, Moved):
         tree = {"do": "moved"}
     else:
@@ -194,20 +221,18 @@ def decode_verdict(data: bytes) -> Verdict:
     do = tree.get("do") if isinstance(tree, dict) else tree
     if do == "send":
         tree = expect_map(tree, "verdict", ("do", "default", "masks", "later"))
-        masks = {}
-        for item in expect_list(tree["masks"], "verdict.masks"):
-            rank, mask = expect_list(item, "verdict.masks", 2)
-            masks[expect_int(rank, "verdict.masks", 0, _MAX_RANK)] = expect_int(
-                mask, "verdict.masks", 0, 2**62
-            )
         return Send(
-            expect_int(tree["default"], "verdict.default", 0, 2**62),
-            masks,
+            expect_int(tree["default"], "verdict.default", 0, _MAX_MASK),
+            _decode_masks(tree["masks"]),
             expect_bool(tree["later"], "verdict.later"),
         )
     if do == "done":
-        tree = expect_map(tree, "verdict", ("do", "reply"))
-        return Done(expect_bool(tree["reply"], "verdict.reply"))
+        tree = expect_map(tree, "verdict", ("do", "parts", "default", "masks"))
+        return Done(
+            expect_int(tree["parts"], "verdict.parts", 0, _MAX_NUM_PARTS),
+            expect_int(tree["default"], "verdict.default", 0, _MAX_MASK),
+            _decode_masks(tree["masks"]),
+        )
     if do == "moved":
         return Moved()
     if do == "abort":
@@ -227,6 +252,20 @@ def decode_verdict(data: bytes) -> Verdict:
         error = None if tree["error"] is None else _expect_error(tree["error"])
         return Abort(expect_str(tree["step"], "verdict.step"), failures, error)
     raise PayloadError("verdict.do", "send, done, moved or abort", repr(do))
+
+
+def _encode_masks(masks: Mapping[int, int]) -> list[list[int]]:
+    return [[rank, mask] for rank, mask in masks.items()]
+
+
+def _decode_masks(tree: Any) -> dict[int, int]:
+    masks = {}
+    for item in expect_list(tree, "verdict.masks"):
+        rank, mask = expect_list(item, "verdict.masks", 2)
+        masks[expect_int(rank, "verdict.masks", 0, _MAX_RANK)] = expect_int(
+            mask, "verdict.masks", 0, _MAX_MASK
+        )
+    return masks
 
 
 def _expect_error(tree: Any) -> dict[str, Any]:

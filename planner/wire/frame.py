@@ -30,6 +30,7 @@ from planner.errors import FrameError, PayloadError, UnencodableError
 __all__ = [
     "HEADER_NBYTES",
     "MAGIC",
+    "MAX_EXPANSION",
     "WIRE_VERSION",
     "Kind",
     "decode_frame",
@@ -55,7 +56,7 @@ _KIND_AT = len(MAGIC) + _VERSION.size
 _DEFLATED = 0x01
 _DEFLATE_FROM_NBYTES = 256
 # Deflate spends at least two bits on a match of at most 258 bytes: no honest stream expands more.
-_DEFLATE_MAX_RATIO = 1032
+MAX_EXPANSION = 1032
 _DEFLATE_SLACK_NBYTES = 1024
 
 
@@ -72,6 +73,8 @@ class Kind(IntEnum):
     ENVELOPE = 8
     VERDICT = 9
     LOAD_PLAN = 10
+    METADATA_STATE = 11
+    METADATA_STORAGE = 12
 
 
 def _kind_name(kind: int) -> str:
@@ -151,7 +154,7 @@ def decode_frame(data: bytes | memoryview | bytearray, kind: int) -> bytes:
 
 
 def _inflate(body: memoryview, raw_nbytes: int) -> bytes:
-    limit = _DEFLATE_MAX_RATIO * len(body) + _DEFLATE_SLACK_NBYTES
+    limit = MAX_EXPANSION * len(body) + _DEFLATE_SLACK_NBYTES
     if raw_nbytes > limit:
         raise FrameError("length", f"at most {limit} raw bytes out of {len(body)}", raw_nbytes)
     inflater = zlib.decompressobj()

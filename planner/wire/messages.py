@@ -29,7 +29,7 @@ from planner.wire.plans import (
 )
 from planner.wire.results import decode_results, encode_results
 
-__all__ = ["decode_value", "encode_reply", "encode_value", "is_metadata", "is_plan"]
+__all__ = ["decode_value", "encode_reply", "encode_value", "is_metadata", "is_plan", "is_results"]
 
 _NUM_PLAN_PARTS = 2
 _KIND_AT = 6  # see planner.wire.frame; whether it is true is checked by the codec that it leads to
@@ -55,28 +55,36 @@ def encode_value(value: Any, *, base: SavePlan | None = None, path: str, strict:
     if type(value) is LoadPlan:
         return (encode_load_plan(value, path=path, strict=strict),)
     if type(value) is Metadata:
-        return (encode_metadata(value, path=path, strict=strict),)
+        return encode_metadata(value, path=path, strict=strict)
     if type(value) is list and value and all(type(item) is WriteResult for item in value):
         return (encode_results(value, base, path=path, strict=strict),)
     return (encode_message(Kind.OBJECT, encode_object(value, path=path, strict=strict)),)
 
 
-def is_metadata(frame: bytes) -> bool:
-    """Whether ``frame`` says that it is metadata."""
-    return len(frame) > _KIND_AT and frame[_KIND_AT] == Kind.METADATA
+def is_metadata(parts: Sequence[bytes]) -> bool:
+    """Whether the last of ``parts`` says that they are metadata."""
+    return len(parts) > 0 and _kind_in(parts[-1]) == Kind.METADATA
 
 
 def is_plan(frame: bytes) -> bool:
     """Whether ``frame`` says that it is the first part of a local plan."""
-    return len(frame) > _KIND_AT and frame[_KIND_AT] == Kind.PLAN_SCHEMA
+    return _kind_in(frame) == Kind.PLAN_SCHEMA
 
 
-def encode_reply(value: Any, *, base: SavePlan | None = None, path: str, strict: bool) -> bytes:
-    """Return the one frame that carries ``value`` to a rank; see ``encode_value``."""
+def is_results(frame: bytes) -> bool:
+    """Whether ``frame`` says that it holds write results."""
+    return _kind_in(frame) == Kind.WRITE_RESULTS
+
+
+def _kind_in(frame: bytes) -> int | None:
+    return frame[_KIND_AT] if len(frame) > _KIND_AT else None
+
+
+def encode_reply(value: Any, *, base: SavePlan | None = None, path: str, strict: bool) -> tuple[bytes, ...]:
+    """Return the parts that carry ``value`` to a rank, one but for metadata; see ``encode_value``."""
     if type(value) is SavePlan and base is None:  # nobody's local plan: rare enough to go as an object
-        return encode_message(Kind.OBJECT, encode_object(value, path=path, strict=strict))
-    (frame,) = encode_value(value, base=base, path=path, strict=strict)
-    return frame
+        return (encode_message(Kind.OBJECT, encode_object(value, path=path, strict=strict)),)
+    return encode_value(value, base=base, path=path, strict=strict)
 
 
 def decode_value(
@@ -94,7 +102,9 @@ def decode_value(
     """
     if not parts:
         raise PayloadError("message", "at least one part", "none")
-    kind = parts[0][_KIND_AT] if len(parts[0]) > _KIND_AT else None
+    kind = _kind_in(parts[0])
+    if is_metadata(parts):
+        return decode_metadata(parts)
     if kind == Kind.PLAN_SCHEMA:
         if len(parts) != _NUM_PLAN_PARTS:
             raise PayloadError("plan", f"{_NUM_PLAN_PARTS} parts", f"{len(parts)} parts")
@@ -111,8 +121,6 @@ def decode_value(
         return decode_final_plan(parts[0], base)
     if kind == Kind.LOAD_PLAN:
         return decode_load_plan(parts[0])
-    if kind == Kind.METADATA:
-        return decode_metadata(parts[0])
     if kind == Kind.WRITE_RESULTS:
         return decode_results(parts[0], base)
     return decode_object(decode_message(parts[0], Kind.OBJECT), path="object")

@@ -1,81 +1,61 @@
-"""The metadata of a checkpoint in columns.
+"""The metadata of a checkpoint in columns, in parts by how often they change from save to save.
 
-``state_dict_metadata`` becomes a table of names, properties, sizes and chunks. Each of its chunks, and
-each entry of bytes, is a *slot*, numbered in order; ``storage_data`` refers to slots, since its keys
-are nothing but the name and offset of one. What does not fit is sent as an object, piece by piece.
+::
+
+    state    state_dict_metadata and planner_data: while the model and its sharding stay
+    storage  storage_data: while what every rank writes keeps its size
+    head     which attributes there are, storage_meta, version, and the digests of the other two parts
+
+What does not fit columns is sent as an object, piece by piece; metadata that is none of DCP's own class
+is one object, and the only part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 
 from planner.errors import PayloadError
-from planner.wire.check import expect_bytes, expect_int, expect_list, expect_map, expect_str_list
-from planner.wire.columns import Int64Column, pack_ints, pack_optional_ints, unpack_ints, unpack_optional_ints
-from planner.wire.frame import Kind, decode_message, encode_message
+from planner.wire.check import expect_bytes, expect_list, expect_map, expect_str_list
+from planner.wire.frame import MAX_EXPANSION, Kind, decode_message, digest, encode_message
 from planner.wire.gc_pause import paused_gc
 from planner.wire.objects import decode_object, encode_object, type_name_of
 from planner.wire.plans import decode_planner_data, encode_planner_data
-from planner.wire.storage_infos import StorageInfoColumns, decode_storage_infos, is_regular_storage_info
-from planner.wire.tensors import (
-    FIELDS_ARE_KNOWN,
-    MAX_NUM_DIMS,
-    PropertiesTable,
-    SizeCache,
-    are_regular_properties,
-    decode_properties_table,
-    is_regular_chunk,
-    is_regular_index,
-    make_index,
-)
+from planner.wire.state import StateColumns, StateObjects, decode_state, encode_state, state_columns_of
+from planner.wire.storage import StorageColumns, decode_storage, encode_storage, storage_columns_of
+from planner.wire.tensors import FIELDS_ARE_KNOWN
 
-__all__ = ["decode_metadata", "encode_metadata"]
+__all__ = [
+    "StatePart",
+    "decode_metadata",
+    "decode_state_part",
+    "decode_storage_part",
+    "encode_head",
+    "encode_metadata",
+    "encode_state_part",
+    "encode_storage_part",
+    "with_state_part",
+]
 
 _FIELDS = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
-_TENSOR_FIELDS = ("properties", "size", "chunks")
-_BYTES, _TENSOR, _ODD = 0, 1, 2
-_COLUMNS, _OBJECT = 0, 1
-# Chunks without dimensions take no bytes; this bounds what a hostile count of them could make us build.
-_MAX_SCALAR_CHUNKS = 8
-_STATE_KEYS = frozenset(
-    (
-        "names",
-        "kinds",
-        "properties",
-        "property_numbers",
-        "num_dims",
-        "sizes",
-        "num_chunks",
-        "chunk_offsets",
-        "chunk_sizes",
-        "odd",
-    )
-)
-_STORAGE_KEYS = frozenset(("count", "slot_steps", "hints", "infos"))
-
-# A slot is the name and offset by which storage_data refers to a chunk, or to an entry of bytes.
-_Slot = tuple[str, torch.Size | None]
+_COLUMNS, _OBJECT, _ABSENT = 0, 1, 2
+_DIGEST_NBYTES = 16
+_NUM_PARTS = 3
 
 
-def encode_metadata(metadata: Metadata, *, path: str = "metadata", strict: bool) -> bytes:
+def encode_metadata(metadata: Metadata, *, path: str = "metadata", strict: bool) -> tuple[bytes, ...]:
     """Encode the metadata of a checkpoint.
 
     Args:
         metadata: any metadata; a subclass or an odd one just takes more bytes.
         path: what to call it in errors.
         strict: refuse what only pickle can carry.
+
+    Returns:
+        Its parts, see the module; the last one is the head.
 
     Raises:
         UnencodableError: if a part of it cannot travel.
@@ -88,249 +68,220 @@ def encode_metadata(metadata: Metadata, *, path: str = "metadata", strict: bool)
         or "state_dict_metadata" not in attributes
     ):
         tree: Any = [_OBJECT, encode_object(metadata, path=path, strict=strict)]
-        return encode_message(Kind.METADATA, tree)
-    state, slots, names = _encode_state(
-        metadata.state_dict_metadata, path=f"{path}.state_dict_metadata", strict=strict
-    )
-    trees: dict[str, Any] = {"state_dict_metadata": state}
-    for name, value in attributes.items():
-        here = f"{path}.{name}"
-        if name == "planner_data":
-            trees[name] = encode_planner_data(value, names, path=here, strict=strict)
-        elif name == "storage_data":
-            columns = _encode_storage_data(value, slots)
-            trees[name] = (
-                [_COLUMNS, columns]
-                if columns is not None
-                else [_OBJECT, encode_object(value, path=here, strict=strict)]
+        return (encode_message(Kind.METADATA, tree),)
+    given = metadata.state_dict_metadata
+    here = f"{path}.state_dict_metadata"
+    columns = state_columns_of(given, path=here, strict=strict)
+    planner_data = [_ABSENT, None]
+    names = [] if columns is None else columns.names
+    if "planner_data" in attributes:
+        planner_data = encode_planner_data(
+            metadata.planner_data, names, path=f"{path}.planner_data", strict=strict
+        )
+    state_part = None if columns is None else _encode_state_columns(columns, planner_data)
+    if columns is None or state_part is None:
+        columns = None
+        if "planner_data" in attributes:
+            planner_data = encode_planner_data(
+                metadata.planner_data, [], path=f"{path}.planner_data", strict=strict
             )
-        elif name != "state_dict_metadata":
-            trees[name] = encode_object(value, path=here, strict=strict)
+        state_part = encode_message(
+            Kind.METADATA_STATE, [_OBJECT, encode_object(given, path=here, strict=strict), planner_data]
+        )
+    return _with_storage(metadata, state_part, columns, path=path, strict=strict)
+
+
+def with_state_part(state_part: bytes, rest: Metadata, *, strict: bool) -> tuple[bytes, ...]:
+    """Encode metadata with a known state part; its other attributes are those of ``rest``.
+
+    Raises:
+        UnencodableError: if a part of it cannot travel.
+    """
+    return _with_storage(rest, state_part, None, path="metadata", strict=strict)
+
+
+def _with_storage(
+    metadata: Metadata, state_part: bytes, columns: StateColumns | None, *, path: str, strict: bool
+) -> tuple[bytes, ...]:
+    tree = _encode_storage_data(vars(metadata), columns, path=path, strict=strict)
+    storage_part = encode_message(Kind.METADATA_STORAGE, tree)
+    return (
+        state_part,
+        storage_part,
+        encode_head(metadata, state_part, storage_part, path=path, strict=strict),
+    )
+
+
+def _encode_storage_data(
+    attributes: dict[str, Any], state: StateColumns | None, *, path: str, strict: bool
+) -> list[Any]:
+    if "storage_data" not in attributes:
+        return [_ABSENT, None]
+    value = attributes["storage_data"]
+    columns = None if state is None else storage_columns_of(value, StateObjects(state))
+    if columns is None or state is None:
+        return [_OBJECT, encode_object(value, path=f"{path}.storage_data", strict=strict)]
+    return [_COLUMNS, encode_storage(columns, state)]
+
+
+def encode_state_part(columns: StateColumns, planner_data: Any, *, strict: bool) -> bytes | None:
+    """Encode state_dict_metadata that is in columns, and planner_data.
+
+    Returns:
+        The part, or None if it would be more than a receiver takes for so few bytes.
+
+    Raises:
+        UnencodableError: if ``planner_data`` cannot travel.
+    """
+    return _encode_state_columns(
+        columns,
+        encode_planner_data(planner_data, columns.names, path="metadata.planner_data", strict=strict),
+    )
+
+
+def _encode_state_columns(columns: StateColumns, planner_tree: Any) -> bytes | None:
+    part = encode_message(Kind.METADATA_STATE, [_COLUMNS, encode_state(columns), planner_tree])
+    return part if int(columns.num_chunks().sum()) <= _max_num_chunks(part) else None
+
+
+def encode_storage_part(columns: StorageColumns, state: StateColumns) -> bytes:
+    """Encode storage_data that is in columns."""
+    return encode_message(Kind.METADATA_STORAGE, [_COLUMNS, encode_storage(columns, state)])
+
+
+def encode_head(
+    metadata: Metadata, state_part: bytes, storage_part: bytes, *, path: str = "metadata", strict: bool
+) -> bytes:
+    """Encode what is not in the other parts: the order of the attributes and the small ones themselves.
+
+    Raises:
+        UnencodableError: if one of them cannot travel.
+    """
+    attributes = vars(metadata)
     # Older pickles lack attributes that have a class default now; the order is that of the pickle.
-    return encode_message(Kind.METADATA, [_COLUMNS, list(attributes), trees])
+    small = {
+        name: encode_object(attributes[name], path=f"{path}.{name}", strict=strict)
+        for name in ("storage_meta", "version")
+        if name in attributes
+    }
+    return encode_message(
+        Kind.METADATA, [_COLUMNS, list(attributes), small, digest(state_part), digest(storage_part)]
+    )
+
+
+def _max_num_chunks(part: bytes) -> int:
+    # As many as deflate could have made of these bytes, had it held each of them.
+    return MAX_EXPANSION * len(part)
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A decoded state part.
+
+    Attributes:
+        columns: the state in columns; None where it is an object.
+        state_tree: the state as an object, where it is one.
+        planner_tree: planner_data, or that there is none.
+    """
+
+    columns: StateColumns | None
+    state_tree: Any
+    planner_tree: Any
+
+    def planner_data(self) -> Any:
+        """Make the planner_data, a new one at every call.
+
+        Raises:
+            PayloadError: if it is none.
+        """
+        names = [] if self.columns is None else self.columns.names
+        return decode_planner_data(self.planner_tree, names, path="metadata.planner_data")
+
+
+def decode_state_part(part: bytes) -> StatePart:
+    """Read a state part.
+
+    Raises:
+        WireError: if the frame or its contents are no such part.
+    """
+    path = "metadata.state_dict_metadata"
+    form, tree, planner_tree = expect_list(decode_message(part, Kind.METADATA_STATE), path, 3)
+    expect_list(planner_tree, "metadata.planner_data", 2)
+    if _expect_form(form, path, _COLUMNS, _OBJECT) == _OBJECT:
+        return StatePart(None, tree, planner_tree)
+    return StatePart(decode_state(tree, max_num_chunks=_max_num_chunks(part), path=path), None, planner_tree)
+
+
+def _expect_form(form: Any, path: str, *forms: int) -> int:
+    if type(form) is not int or form not in forms:
+        raise PayloadError(f"{path}.form", f"one of {forms}", "another")
+    return form
+
+
+def decode_storage_part(part: bytes, state: StateColumns) -> StorageColumns:
+    """Read a storage part that is in columns.
+
+    Raises:
+        WireError: if the frame or its contents are no such part.
+    """
+    path = "metadata.storage_data"
+    form, tree = expect_list(decode_message(part, Kind.METADATA_STORAGE), path, 2)
+    _expect_form(form, path, _COLUMNS)
+    return decode_storage(tree, state, path=path)
 
 
 @paused_gc()
-def decode_metadata(data: bytes) -> Metadata:
-    """Make the metadata of a METADATA frame.
+def decode_metadata(parts: Sequence[bytes]) -> Metadata:
+    """Make the metadata of its parts.
 
     Raises:
-        WireError: if the frame or its contents are not those of metadata.
+        WireError: if a frame or its contents are not those of metadata, or they do not belong together.
     """
-    tree = expect_list(decode_message(data, Kind.METADATA), "metadata")
-    if len(tree) == 2 and tree[0] == _OBJECT:  # noqa: PLR2004 - [_OBJECT, tree]
-        whole = decode_object(tree[1], path="metadata")
+    if len(parts) not in (1, _NUM_PARTS):
+        raise PayloadError("metadata", f"1 or {_NUM_PARTS} parts", f"{len(parts)} parts")
+    tree = expect_list(decode_message(parts[-1], Kind.METADATA), "metadata")
+    if len(parts) == 1:
+        form, object_tree = expect_list(tree, "metadata", 2)
+        _expect_form(form, "metadata", _OBJECT)
+        whole = decode_object(object_tree, path="metadata")
         if not isinstance(whole, Metadata):
             raise PayloadError("metadata", "a Metadata", type_name_of(whole))
         return whole
-    form, order_tree, trees = expect_list(tree, "metadata", 3)
-    if form != _COLUMNS or type(form) is not int:
-        raise PayloadError("metadata", f"form {_COLUMNS} or {_OBJECT}", "another")
+    form, order_tree, small, *digests = expect_list(tree, "metadata", 5)
+    _expect_form(form, "metadata", _COLUMNS)
+    state_part, storage_part, _ = parts
+    for name, part, promised in zip(("state", "storage"), (state_part, storage_part), digests, strict=True):
+        if digest(part) != expect_bytes(promised, f"metadata.{name}", _DIGEST_NBYTES):
+            raise PayloadError(f"metadata.{name}", "the part of this metadata", "another part")
     order = expect_str_list(order_tree, "metadata.attributes", unique=True)
-    expect_map(trees, "metadata", order)
     if "state_dict_metadata" not in order or not set(order) <= set(_FIELDS):
         raise PayloadError("metadata.attributes", f"among {', '.join(_FIELDS)}", "others")
-    state, slots, names = _decode_state(trees["state_dict_metadata"], path="metadata.state_dict_metadata")
+    expect_map(small, "metadata", [name for name in order if name in ("storage_meta", "version")])
+
+    state = decode_state_part(state_part)
+    objects = None if state.columns is None else StateObjects(state.columns)
     metadata = object.__new__(Metadata)
     for name in order:
-        here = f"metadata.{name}"
         if name == "state_dict_metadata":
-            value: Any = state
+            value: Any = (
+                decode_object(state.state_tree, path="metadata.state_dict_metadata")
+                if objects is None
+                else objects.build(path="metadata.state_dict_metadata")
+            )
         elif name == "planner_data":
-            value = decode_planner_data(trees[name], names, path=here)
+            value = state.planner_data()
         elif name == "storage_data":
-            value = _decode_storage_data(trees[name], slots, path=here)
+            value = _decode_storage_data(storage_part, state.columns, objects)
         else:
-            value = decode_object(trees[name], path=here)
+            value = decode_object(small[name], path=f"metadata.{name}")
         setattr(metadata, name, value)
     return metadata
 
 
-# --------------------------------------------------------------------------------------------------
-# state_dict_metadata
-
-
-def _kind_of(entry: Any) -> int:
-    if type(entry) is BytesStorageMetadata and not entry.__dict__:
-        return _BYTES
-    if (
-        type(entry) is TensorStorageMetadata
-        and tuple(entry.__dict__) == _TENSOR_FIELDS
-        and type(entry.chunks) is list
-        and type(entry.size) is torch.Size
-        and len(entry.size) <= MAX_NUM_DIMS
-        and are_regular_properties(entry.properties)
-        and (len(entry.size) > 0 or len(entry.chunks) <= _MAX_SCALAR_CHUNKS)
-        and all(is_regular_chunk(chunk, entry.size) for chunk in entry.chunks)
-    ):
-        return _TENSOR
-    return _ODD
-
-
-def _encode_state(state: Any, *, path: str, strict: bool) -> tuple[list[Any], list[_Slot], list[str]]:
-    """Return the tree, and the slots and names that the rest of the metadata refers to."""
-    if type(state) is not dict or not all(type(name) is str for name in state):
-        return [_OBJECT, encode_object(state, path=path, strict=strict)], [], []
-    table = PropertiesTable()
-    kinds = bytearray()
-    property_numbers: list[int] = []
-    num_dims: list[int] = []
-    sizes: list[int] = []
-    num_chunks: list[int] = []
-    chunk_offsets: list[int] = []
-    chunk_sizes: list[int] = []
-    odd: list[Any] = []
-    slots: list[_Slot] = []
-    for name, entry in state.items():
-        kind = _kind_of(entry)
-        kinds.append(kind)
-        if kind == _ODD:
-            odd.append(encode_object(entry, path=f"{path}[{name!r}]", strict=strict))
-        elif kind == _BYTES:
-            slots.append((name, None))
-        elif kind == _TENSOR:
-            property_numbers.append(table.number(entry.properties))
-            num_dims.append(len(entry.size))
-            sizes.extend(entry.size)
-            num_chunks.append(len(entry.chunks))
-            for chunk in entry.chunks:
-                chunk_offsets.extend(chunk.offsets)
-                chunk_sizes.extend(chunk.sizes)
-                slots.append((name, chunk.offsets))
-    columns = {
-        "names": list(state),
-        "kinds": bytes(kinds),
-        "properties": table.tree(),
-        "property_numbers": pack_ints(property_numbers),
-        "num_dims": pack_ints(num_dims),
-        "sizes": pack_ints(sizes),
-        "num_chunks": pack_ints(num_chunks),
-        "chunk_offsets": pack_ints(chunk_offsets),
-        "chunk_sizes": pack_ints(chunk_sizes),
-        "odd": odd,
-    }
-    return [_COLUMNS, columns], slots, list(state)
-
-
-def _decode_state(tree: Any, *, path: str) -> tuple[Any, list[_Slot], list[str]]:
-    form, data = expect_list(tree, path, 2)
-    if form == _OBJECT:
-        return decode_object(data, path=path), [], []
-    columns = expect_map(data, path, _STATE_KEYS)
-    names = expect_str_list(columns["names"], f"{path}.names", unique=True)
-    kinds = expect_bytes(columns["kinds"], f"{path}.kinds", len(names))
-    if kinds and max(kinds) > _ODD:
-        raise PayloadError(f"{path}.kinds", f"codes to {_ODD}", max(kinds))
-    num_tensors = kinds.count(_TENSOR)
-    table = decode_properties_table(columns["properties"], path=f"{path}.properties")
-    numbers = unpack_ints(
-        columns["property_numbers"],
-        count=num_tensors,
-        path=f"{path}.property_numbers",
-        low=0,
-        high=len(table) - 1,
-    )
-    num_dims = unpack_ints(
-        columns["num_dims"], count=num_tensors, path=f"{path}.num_dims", low=0, high=MAX_NUM_DIMS
-    )
-    flat_sizes = unpack_ints(columns["sizes"], count=int(num_dims.sum()), path=f"{path}.sizes")
-    num_chunks, chunk_dims = _decode_num_chunks(columns, num_dims.tolist(), path)
-    num_numbers = sum(chunk_dims)
-    flat_offsets = unpack_ints(columns["chunk_offsets"], count=num_numbers, path=f"{path}.chunk_offsets")
-    flat_chunk_sizes = unpack_ints(columns["chunk_sizes"], count=num_numbers, path=f"{path}.chunk_sizes")
-    odd = iter(expect_list(columns["odd"], f"{path}.odd", kinds.count(_ODD)))
-
-    cache = SizeCache()
-    chunks = map(
-        ChunkStorageMetadata, cache.cut(flat_offsets, chunk_dims), cache.cut(flat_chunk_sizes, chunk_dims)
-    )
-    tensors = zip(numbers.tolist(), cache.cut(flat_sizes, num_dims.tolist()), num_chunks, strict=True)
-    state: dict[str, Any] = {}
-    slots: list[_Slot] = []
-    for name, kind in zip(names, kinds, strict=True):
-        if kind == _BYTES:
-            state[name] = BytesStorageMetadata()
-            slots.append((name, None))
-        elif kind == _TENSOR:
-            number, size, num_own = next(tensors)
-            own = [next(chunks) for _ in range(num_own)]
-            state[name] = TensorStorageMetadata(TensorProperties(*table[number]), size, own)
-            slots.extend((name, chunk.offsets) for chunk in own)
-        else:
-            state[name] = decode_object(next(odd), path=f"{path}[{name!r}]")
-    return state, slots, names
-
-
-def _decode_num_chunks(
-    columns: dict[str, Any], num_dims: list[int], path: str
-) -> tuple[list[int], list[int]]:
-    """Return how many chunks each tensor has, and for each chunk its number of dimensions."""
-    here = f"{path}.num_chunks"
-    num_chunks: list[int] = unpack_ints(columns["num_chunks"], count=len(num_dims), path=here, low=0).tolist()
-    # A number of a chunk takes at least a byte of its column, which bounds how many chunks there may be;
-    # those without dimensions have no numbers, and get a bound of their own.
-    _, offsets = expect_list(columns["chunk_offsets"], f"{path}.chunk_offsets", 2)
-    left = len(expect_bytes(offsets, f"{path}.chunk_offsets"))
-    chunk_dims: list[int] = []
-    for num_own, num in zip(num_chunks, num_dims, strict=True):
-        left -= num_own * num
-        if left < 0 or (num == 0 and num_own > _MAX_SCALAR_CHUNKS):
-            raise PayloadError(here, "as many chunks as there are offsets", num_own)
-        chunk_dims.extend([num] * num_own)
-    return num_chunks, chunk_dims
-
-
-# --------------------------------------------------------------------------------------------------
-# storage_data
-
-
-def _encode_storage_data(storage_data: Any, slots: list[_Slot]) -> dict[str, Any] | None:
-    """Make columns of storage_data, or None if they do not hold it."""
-    if type(storage_data) is not dict:
-        return None
-    numbers: dict[_Slot, int] = {}
-    for number, slot in enumerate(slots):
-        numbers.setdefault(slot, number)
-    taken: list[int] = []
-    hints: list[int | None] = []
-    infos = StorageInfoColumns()
-    for index, info in storage_data.items():
-        if not is_regular_index(index) or not is_regular_storage_info(info):
-            return None
-        slot_number = numbers.get((index.fqn, index.offset))
-        if slot_number is None:
-            return None
-        taken.append(slot_number)
-        hints.append(index.index)
-        infos.append(info)
-    numbered = np.asarray([0, *taken], dtype=np.int64)
-    # Steps from one slot to the next are small and alike, where slot numbers are neither.
-    steps: Int64Column = numbered[1:] - numbered[:-1]
-    return {
-        "count": len(taken),
-        "slot_steps": pack_ints(steps),
-        "hints": pack_optional_ints(hints),
-        "infos": infos.tree(),
-    }
-
-
-def _decode_storage_data(tree: Any, slots: list[_Slot], *, path: str) -> Any:
-    form, data = expect_list(tree, path, 2)
-    if form == _OBJECT:
-        return decode_object(data, path=path)
-    columns = expect_map(data, path, _STORAGE_KEYS)
-    # Keys differ, so there cannot be more of them than slots.
-    count = expect_int(columns["count"], f"{path}.count", 0, len(slots))
-    steps = unpack_ints(columns["slot_steps"], count=count, path=f"{path}.slot_steps")
-    taken = np.cumsum(steps)
-    if count and not (int(taken.min()) >= 0 and int(taken.max()) < len(slots)):
-        raise PayloadError(f"{path}.slot_steps", f"slots below {len(slots)}", "others")
-    hints = unpack_optional_ints(columns["hints"], count=count, path=f"{path}.hints")
-    infos = decode_storage_infos(columns["infos"], count=count, path=f"{path}.infos")
-    storage_data: dict[MetadataIndex, _StorageInfo] = {}
-    for number, hint, info in zip(taken.tolist(), hints, infos, strict=True):
-        name, offset = slots[number]
-        storage_data[make_index(name, offset, hint)] = info
-    if len(storage_data) != count:
-        raise PayloadError(path, "keys that all differ", "one of them twice")
-    return storage_data
+def _decode_storage_data(part: bytes, state: StateColumns | None, objects: StateObjects | None) -> Any:
+    path = "metadata.storage_data"
+    form, tree = expect_list(decode_message(part, Kind.METADATA_STORAGE), path, 2)
+    if form == _COLUMNS and type(form) is int and state is not None and objects is not None:
+        return decode_storage(tree, state, path=path).build(objects)
+    _expect_form(form, path, _OBJECT)
+    return decode_object(tree, path=path)

@@ -6,19 +6,27 @@ everything else is sent as an object, with its place among the results.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from planner.errors import PayloadError, UnencodableError
 from planner.wire.check import expect_int, expect_list, expect_map
-from planner.wire.columns import pack_ints, unpack_ints
+from planner.wire.columns import Int64Column, pack_ints, unpack_ints
 from planner.wire.frame import Kind, decode_message, encode_message
 from planner.wire.gc_pause import paused_gc
 from planner.wire.objects import decode_object, encode_object, type_name_of
-from planner.wire.storage_infos import StorageInfoColumns, decode_storage_infos, is_regular_storage_info
+from planner.wire.storage_infos import (
+    StorageInfos,
+    StorageInfoTable,
+    decode_storage_infos,
+    encode_storage_infos,
+    is_regular_storage_info,
+)
 from planner.wire.tensors import (
     FIELDS_ARE_KNOWN,
     INT64_MAX,
@@ -27,11 +35,26 @@ from planner.wire.tensors import (
     make_index,
 )
 
-__all__ = ["decode_results", "encode_results"]
+__all__ = ["ResultColumns", "decode_result_columns", "decode_results", "encode_results"]
 
 _RESULT_FIELDS = ("index", "size_in_bytes", "storage_data")
 _KEYS = frozenset(("base_count", "count", "items", "sizes", "infos", "odd_positions", "odd_results"))
 _IndexKey = tuple[str, torch.Size | None, int | None]
+
+
+@dataclass(frozen=True)
+class ResultColumns:
+    """One rank's regular results.
+
+    Attributes:
+        items: the position in the final plan of the item of each; shape (count,).
+        sizes: ``size_in_bytes`` of each; shape (count,).
+        infos: ``storage_data`` of each.
+    """
+
+    items: Int64Column
+    sizes: Int64Column
+    infos: StorageInfos
 
 
 def _index_key(index: Any) -> _IndexKey | None:
@@ -73,7 +96,7 @@ def encode_results(
             positions.setdefault(key, position)
     items: list[int] = []
     sizes: list[int] = []
-    infos = StorageInfoColumns()
+    infos = StorageInfoTable()
     odd_positions: list[int] = []
     odd_results: list[Any] = []
     for number, result in enumerate(given):
@@ -93,7 +116,7 @@ def encode_results(
         "count": len(results),
         "items": None if items == list(range(len(base_keys))) else pack_ints(items),
         "sizes": pack_ints(sizes),
-        "infos": infos.tree(),
+        "infos": encode_storage_infos(infos.infos(), [len(items)]),
         "odd_positions": pack_ints(odd_positions),
         "odd_results": odd_results,
     }
@@ -113,6 +136,45 @@ def _regular_key(result: WriteResult) -> _IndexKey | None:
     return _index_key(result.index)
 
 
+def decode_result_columns(data: bytes, num_items: int) -> ResultColumns | None:
+    """Read results that are all regular, or return None where some are not.
+
+    Args:
+        data: a WRITE_RESULTS frame.
+        num_items: how many items the final plan has, all of them regular.
+
+    Raises:
+        WireError: if the frame or its contents are not those of results for such a plan.
+    """
+    columns, odd_positions, _ = _decode(data, num_items)
+    return None if odd_positions else columns
+
+
+def _decode(data: bytes, num_items: int) -> tuple[ResultColumns, list[int], list[Any]]:
+    """Return the regular results, and the positions and trees of the others."""
+    tree = expect_map(decode_message(data, Kind.WRITE_RESULTS), "results", _KEYS)
+    expect_int(tree["base_count"], "results.base_count", num_items, num_items)
+    odd_trees = expect_list(tree["odd_results"], "results.odd_results")
+    # Every regular result takes at least a byte of the column of sizes, which bounds the count.
+    sizes_tree = expect_list(tree["sizes"], "results.sizes", 2)
+    most = len(odd_trees) + (len(sizes_tree[1]) if type(sizes_tree[1]) is bytes else 0)
+    total = expect_int(tree["count"], "results.count", len(odd_trees), most)
+    count = total - len(odd_trees)
+    sizes = unpack_ints(sizes_tree, count=count, path="results.sizes")
+    if tree["items"] is None:
+        expect_int(count, "results.count", num_items, num_items)
+        items = np.arange(num_items, dtype=np.int64)
+    else:
+        items = unpack_ints(tree["items"], count=count, path="results.items", low=0, high=num_items - 1)
+    infos = decode_storage_infos(tree["infos"], counts=[count], path="results.infos")
+    odd = unpack_ints(
+        tree["odd_positions"], count=len(odd_trees), path="results.odd_positions", low=0, high=total - 1
+    ).tolist()
+    if len(set(odd)) != len(odd):
+        raise PayloadError("results.odd_positions", "positions that all differ", "one of them twice")
+    return ResultColumns(items, sizes, infos), odd, odd_trees
+
+
 @paused_gc()
 def decode_results(data: bytes, base: SavePlan | None) -> list[WriteResult]:
     """Make the results again.
@@ -124,37 +186,16 @@ def decode_results(data: bytes, base: SavePlan | None) -> list[WriteResult]:
     Raises:
         WireError: if the frame or its contents are not those of results for ``base``.
     """
-    tree = expect_map(decode_message(data, Kind.WRITE_RESULTS), "results", _KEYS)
     base_keys = _index_keys(base)
-    expect_int(tree["base_count"], "results.base_count", len(base_keys), len(base_keys))
-    odd_trees = expect_list(tree["odd_results"], "results.odd_results")
-    # Every regular result takes at least a byte of the column of sizes, which bounds the count.
-    sizes_tree = expect_list(tree["sizes"], "results.sizes", 2)
-    most = len(odd_trees) + (len(sizes_tree[1]) if type(sizes_tree[1]) is bytes else 0)
-    total = expect_int(tree["count"], "results.count", len(odd_trees), most)
-    count = total - len(odd_trees)
-    sizes = unpack_ints(sizes_tree, count=count, path="results.sizes").tolist()
-    if tree["items"] is None:
-        items = list(range(len(base_keys)))
-        expect_int(count, "results.count", len(items), len(items))
-    else:
-        items = unpack_ints(
-            tree["items"], count=count, path="results.items", low=0, high=len(base_keys) - 1
-        ).tolist()
-    infos = decode_storage_infos(tree["infos"], count=count, path="results.infos")
-    odd = unpack_ints(
-        tree["odd_positions"], count=len(odd_trees), path="results.odd_positions", low=0, high=total - 1
-    ).tolist()
-    if len(set(odd)) != len(odd):
-        raise PayloadError("results.odd_positions", "positions that all differ", "one of them twice")
-
-    results: list[Any] = [None] * total
+    columns, odd, odd_trees = _decode(data, len(base_keys))
+    results: list[Any] = [None] * (len(columns.items) + len(odd))
     for number, odd_tree in zip(odd, odd_trees, strict=True):
         result = decode_object(odd_tree, path=f"results[{number}]")
         if not isinstance(result, WriteResult):
             raise PayloadError(f"results[{number}]", "a WriteResult", type_name_of(result))
         results[number] = result
-    regular = zip(items, sizes, infos, strict=True)
+    infos = columns.infos.build(0, len(columns.infos))
+    regular = zip(columns.items.tolist(), columns.sizes.tolist(), infos, strict=True)
     for number, result in enumerate(results):
         if result is not None:
             continue

@@ -1,27 +1,84 @@
-"""Columns of ``_StorageInfo``: where in which file each item of a checkpoint stands.
+"""``_StorageInfo``, where DCP's file writers say in which file an item stands, as columns.
 
-Files are written from start to end, so an offset nearly always is where the entry before it in the same
+A writer fills a file from start to end, so an offset nearly always is where the entry before it in the same
 file ended; what travels is the difference, nearly always zero.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from planner.errors import PayloadError
 from planner.wire.check import expect_list, expect_map, expect_str_list
-from planner.wire.columns import pack_ints, unpack_ints
+from planner.wire.columns import Int64Column, pack_runs, unpack_runs
 
-__all__ = ["StorageInfoColumns", "decode_storage_infos", "is_regular_storage_info"]
+__all__ = [
+    "StorageInfoTable",
+    "StorageInfos",
+    "decode_storage_infos",
+    "encode_storage_infos",
+    "is_regular_storage_info",
+    "join_storage_infos",
+]
 
 _FIELDS = ("relative_path", "offset", "length", "transform_descriptors")
 _FIELDS_ARE_KNOWN = tuple(field.name for field in dataclasses.fields(_StorageInfo)) == _FIELDS
 _MAX = 2**62
 # Every info has its own copy of its list; this bounds what a hostile table could make us copy.
 _MAX_NUM_DESCRIPTORS = 64
+_KEYS = frozenset(("paths", "path_steps", "gaps", "lengths", "descriptors", "descriptor_numbers"))
+
+
+@dataclass(frozen=True)
+class StorageInfos:
+    """Any number of regular storage infos, in order.
+
+    Attributes:
+        paths: the distinct relative paths, in the order of their first info.
+        path_numbers: the path of each info; shape (count,), as all below.
+        offsets: bytes from the start of the file.
+        lengths: bytes.
+        descriptors: the distinct lists of transform descriptors.
+        descriptor_numbers: 0 for an info that has none, else the number of its list plus 1.
+    """
+
+    paths: list[str]
+    path_numbers: Int64Column
+    offsets: Int64Column
+    lengths: Int64Column
+    descriptors: list[list[str]]
+    descriptor_numbers: Int64Column
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def build(self, start: int, end: int) -> list[_StorageInfo]:
+        """Make the infos from ``start`` to before ``end``, as after unpickling; new ones at every call."""
+        own = slice(start, end)
+        paths, new = self.paths, object.__new__
+        infos: list[_StorageInfo] = []
+        for path_number, offset, length in zip(
+            self.path_numbers[own].tolist(),
+            self.offsets[own].tolist(),
+            self.lengths[own].tolist(),
+            strict=True,
+        ):
+            info = new(_StorageInfo)
+            info.relative_path = paths[path_number]
+            info.offset = offset
+            info.length = length
+            infos.append(info)
+        for position in np.flatnonzero(self.descriptor_numbers[own]).tolist():
+            number = int(self.descriptor_numbers[start + position])
+            infos[position].transform_descriptors = list(self.descriptors[number - 1])
+        return infos
 
 
 def is_regular_storage_info(info: Any) -> bool:
@@ -51,45 +108,109 @@ def _are_regular_descriptors(descriptors: Any) -> bool:
     )
 
 
-class StorageInfoColumns:
+class StorageInfoTable:
     """Collects regular storage infos, in order."""
 
     def __init__(self) -> None:
         self._paths: dict[str, int] = {}
-        self._path_numbers: list[int] = []
-        self._ends: list[int] = []
-        self._gaps: list[int] = []
-        self._lengths: list[int] = []
         self._descriptors: dict[tuple[str, ...], int] = {}
-        self._descriptor_numbers: list[int] = []
+        self._rows: list[tuple[int, int, int, int]] = []
 
     def append(self, info: _StorageInfo) -> None:
         """Add one regular storage info."""
-        number = self._paths.setdefault(info.relative_path, len(self._ends))
-        if number == len(self._ends):
-            self._ends.append(0)
-        self._path_numbers.append(number)
-        self._gaps.append(info.offset - self._ends[number])
-        self._ends[number] = info.offset + info.length
-        self._lengths.append(info.length)
+        number = self._paths.setdefault(info.relative_path, len(self._paths))
         descriptors = info.transform_descriptors
-        # 0 stands for none.
-        self._descriptor_numbers.append(
-            0
-            if descriptors is None
-            else self._descriptors.setdefault(tuple(descriptors), len(self._descriptors) + 1)
+        descriptor_number = 0
+        if descriptors is not None:
+            descriptor_number = self._descriptors.setdefault(tuple(descriptors), len(self._descriptors) + 1)
+        self._rows.append((number, info.offset, info.length, descriptor_number))
+
+    def infos(self) -> StorageInfos:
+        """Return what was collected."""
+        columns = np.asarray(self._rows, dtype=np.int64).reshape(len(self._rows), 4).T
+        path_numbers, offsets, lengths, descriptor_numbers = columns
+        return StorageInfos(
+            list(self._paths),
+            path_numbers,
+            offsets,
+            lengths,
+            [list(descriptors) for descriptors in self._descriptors],
+            descriptor_numbers,
         )
 
-    def tree(self) -> dict[str, Any]:
-        """Return the columns as msgpack."""
-        return {
-            "paths": list(self._paths),
-            "path_numbers": pack_ints(self._path_numbers),
-            "gaps": pack_ints(self._gaps),
-            "lengths": pack_ints(self._lengths),
-            "descriptors": [list(descriptors) for descriptors in self._descriptors],
-            "descriptor_numbers": pack_ints(self._descriptor_numbers) if self._descriptors else None,
-        }
+
+def join_storage_infos(parts: Sequence[StorageInfos]) -> StorageInfos:
+    """Return all infos of ``parts``, one part after another."""
+    paths: dict[str, int] = {}
+    descriptors: dict[tuple[str, ...], int] = {}
+    nothing = np.zeros(0, dtype=np.int64)
+    path_numbers, descriptor_numbers = [nothing], [nothing]
+    for part in parts:
+        own_paths = [paths.setdefault(path, len(paths)) for path in part.paths]
+        path_numbers.append(np.asarray(own_paths, dtype=np.int64)[part.path_numbers])
+        # 0 stays 0.
+        own = [0, *(descriptors.setdefault(tuple(row), len(descriptors) + 1) for row in part.descriptors)]
+        descriptor_numbers.append(np.asarray(own, dtype=np.int64)[part.descriptor_numbers])
+    return StorageInfos(
+        list(paths),
+        np.concatenate(path_numbers),
+        np.concatenate([nothing, *(part.offsets for part in parts)]),
+        np.concatenate([nothing, *(part.lengths for part in parts)]),
+        [list(row) for row in descriptors],
+        np.concatenate(descriptor_numbers),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# All arithmetic on offsets is modulo 2**64, here and there, and so exact for those that are allowed.
+
+
+def _by_path(path_numbers: Int64Column) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+    """Return an order that puts infos with the same path together, and where in it another path begins."""
+    if (path_numbers[1:] >= path_numbers[:-1]).all():
+        order = np.arange(len(path_numbers), dtype=np.intp)
+    else:
+        order = np.argsort(path_numbers, kind="stable")
+    is_start = np.ones(len(order), dtype=np.bool_)
+    in_order = path_numbers[order]
+    is_start[1:] = in_order[1:] != in_order[:-1]
+    return order, is_start
+
+
+def _gaps_of(infos: StorageInfos) -> Int64Column:
+    order, is_start = _by_path(infos.path_numbers)
+    offsets = infos.offsets[order]
+    ends = np.zeros(len(order), dtype=np.int64)
+    ends[1:] = (offsets + infos.lengths[order])[:-1]
+    ends[is_start] = 0
+    gaps = np.empty(len(order), dtype=np.int64)
+    gaps[order] = offsets - ends
+    return gaps
+
+
+def _offsets_of(path_numbers: Int64Column, gaps: Int64Column, lengths: Int64Column) -> Int64Column:
+    order, is_start = _by_path(path_numbers)
+    steps = gaps[order] + lengths[order]
+    ends = np.cumsum(steps)
+    starts = np.flatnonzero(is_start)
+    before = (ends - steps)[starts]
+    before = np.repeat(before, np.diff(starts, append=len(order)))
+    offsets = np.empty(len(order), dtype=np.int64)
+    offsets[order] = ends - before - lengths[order]
+    return offsets
+
+
+def encode_storage_infos(infos: StorageInfos, counts: Sequence[int]) -> dict[str, Any]:
+    """Make a tree of storage infos, of which ``counts`` each have something in common, such as their rank."""
+    path_steps = np.diff(infos.path_numbers, prepend=np.int64(0))
+    return {
+        "paths": infos.paths,
+        "path_steps": pack_runs(path_steps, counts),
+        "gaps": pack_runs(_gaps_of(infos), counts),
+        "lengths": pack_runs(infos.lengths, counts),
+        "descriptors": infos.descriptors,
+        "descriptor_numbers": pack_runs(infos.descriptor_numbers, counts),
+    }
 
 
 def _expect_descriptors(tree: Any, path: str) -> list[str]:
@@ -99,46 +220,34 @@ def _expect_descriptors(tree: Any, path: str) -> list[str]:
     return descriptors
 
 
-def decode_storage_infos(tree: Any, *, count: int, path: str) -> list[_StorageInfo]:
-    """Make ``count`` storage infos again, as they are after unpickling.
+def decode_storage_infos(tree: Any, *, counts: Sequence[int], path: str) -> StorageInfos:
+    """Read storage infos again; ``counts`` as for encoding, bounded by whoever calls.
 
     Raises:
         PayloadError: if ``tree`` are no such columns.
     """
-    expect_map(tree, path, ("paths", "path_numbers", "gaps", "lengths", "descriptors", "descriptor_numbers"))
+    expect_map(tree, path, _KEYS)
     paths = expect_str_list(tree["paths"], f"{path}.paths", unique=True)
-    path_numbers = unpack_ints(
-        tree["path_numbers"], count=count, path=f"{path}.path_numbers", low=0, high=len(paths) - 1
-    )
-    gaps = unpack_ints(tree["gaps"], count=count, path=f"{path}.gaps")
-    lengths = unpack_ints(tree["lengths"], count=count, path=f"{path}.lengths", low=-_MAX, high=_MAX)
+    path_numbers = np.cumsum(unpack_runs(tree["path_steps"], counts=counts, path=f"{path}.path_steps"))
+    _expect_within(path_numbers, f"{path}.path_steps", 0, len(paths) - 1)
+    gaps = unpack_runs(tree["gaps"], counts=counts, path=f"{path}.gaps")
+    lengths = unpack_runs(tree["lengths"], counts=counts, path=f"{path}.lengths", low=-_MAX, high=_MAX)
     descriptors = [
         _expect_descriptors(row, f"{path}.descriptors")
         for row in expect_list(tree["descriptors"], f"{path}.descriptors")
     ]
-    descriptor_numbers = [0] * count
-    if tree["descriptor_numbers"] is not None:
-        descriptor_numbers = unpack_ints(
-            tree["descriptor_numbers"],
-            count=count,
-            path=f"{path}.descriptor_numbers",
-            low=0,
-            high=len(descriptors),
-        ).tolist()
-    ends = [0] * len(paths)
-    infos: list[_StorageInfo] = []
-    for path_number, gap, length, descriptor_number in zip(
-        path_numbers.tolist(), gaps.tolist(), lengths.tolist(), descriptor_numbers, strict=True
-    ):
-        offset = ends[path_number] + gap
-        if not -_MAX <= offset <= _MAX:
-            raise PayloadError(f"{path}.gaps", f"offsets within {_MAX}", offset)
-        ends[path_number] = offset + length
-        info = object.__new__(_StorageInfo)
-        info.relative_path = paths[path_number]
-        info.offset = offset
-        info.length = length
-        if descriptor_number:
-            info.transform_descriptors = list(descriptors[descriptor_number - 1])
-        infos.append(info)
-    return infos
+    descriptor_numbers = unpack_runs(
+        tree["descriptor_numbers"],
+        counts=counts,
+        path=f"{path}.descriptor_numbers",
+        low=0,
+        high=len(descriptors),
+    )
+    offsets = _offsets_of(path_numbers, gaps, lengths)
+    _expect_within(offsets, f"{path}.gaps", -_MAX, _MAX)
+    return StorageInfos(paths, path_numbers, offsets, lengths, descriptors, descriptor_numbers)
+
+
+def _expect_within(column: Int64Column, path: str, low: int, high: int) -> None:
+    if len(column) and not (low <= int(column.min()) and int(column.max()) <= high):
+        raise PayloadError(path, f"integers from {low} to {high}", "others")

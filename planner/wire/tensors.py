@@ -9,10 +9,12 @@ regular and the general way takes over.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -44,8 +46,10 @@ __all__ = [
     "PropertiesTable",
     "PropertyValues",
     "SizeCache",
+    "SizeTable",
     "are_regular_properties",
     "decode_properties_table",
+    "encode_properties_table",
     "is_regular_chunk",
     "is_regular_index",
     "is_regular_item",
@@ -212,20 +216,24 @@ class PropertiesTable:
 
     def __init__(self) -> None:
         self._numbers: dict[PropertyValues, int] = {}
-        self._trees: list[Any] = []
 
     def number(self, properties: TensorProperties) -> int:
         """Return the number of regular ``properties``, a new one where they are new."""
         values = property_values(properties)
-        number = self._numbers.get(values)
-        if number is None:
-            number = self._numbers[values] = len(self._trees)
-            self._trees.append([encode_object(value, path="properties", strict=True) for value in values])
-        return number
+        return self._numbers.setdefault(values, len(self._numbers))
+
+    def values(self) -> list[PropertyValues]:
+        """Return the table, each as the arguments of ``TensorProperties``."""
+        return list(self._numbers)
 
     def tree(self) -> list[Any]:
         """Return the table as msgpack."""
-        return self._trees
+        return encode_properties_table(self.values())
+
+
+def encode_properties_table(table: Sequence[PropertyValues]) -> list[Any]:
+    """Write a table of tensor properties as msgpack."""
+    return [[encode_object(value, path="properties", strict=True) for value in values] for values in table]
 
 
 def decode_properties_table(tree: Any, *, path: str) -> list[PropertyValues]:
@@ -264,3 +272,16 @@ class SizeCache:
                 size = sizes[key] = torch.Size(key)
             yield size
             start = end
+
+
+class SizeTable(dict[tuple[int, ...], torch.Size]):
+    """``torch.Size`` objects by value, made when asked for, so that equal ones are one object."""
+
+    def __missing__(self, key: tuple[int, ...]) -> torch.Size:
+        size = self[key] = torch.Size(key)
+        return size
+
+    def rows(self, columns: npt.NDArray[np.int64], num_rows: int) -> list[torch.Size]:
+        """Return the rows of ``columns``, shape (num_dims, num_rows), as sizes."""
+        rows = zip(*(column.tolist() for column in columns), strict=True) if len(columns) else [()] * num_rows
+        return list(map(self.__getitem__, rows))

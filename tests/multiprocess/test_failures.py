@@ -25,18 +25,15 @@ from planner import (
     PlannerError,
     RemoteError,
 )
-from planner.cache import remembered_parts
 from planner.control import ControlPlane
 from planner.wire import frame
 from tests.support.faults import HOOKS, KINDS, make_storage_and_planner
 from tests.support.ranks import run_ranks
 from tests.support.states import mesh_of, sharded
 
-# Plans are sent in every save here, so that they can be damaged, or a rank struck, on the way.
-remembered_parts._max_nbytes = 0
-
 WORLD = 3
-SHORT = CoordinationConfig(plan_timeout=timedelta(seconds=3))
+# Plans are sent in every save here, so that they can be damaged, or a rank struck, on the way.
+SHORT = CoordinationConfig(plan_timeout=timedelta(seconds=3), remembered_nbytes=0)
 
 
 def state_of(rank):

@@ -28,15 +28,12 @@ from planner import (
     GlooCoordinatedPlanner,
     TransportError,
 )
-from planner.cache import remembered_parts
 from tests.support.ranks import run_ranks
-
-# Plans are sent in every save here, so that they can be damaged, or a rank struck, on the way.
-remembered_parts._max_nbytes = 0
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=4)
-CONFIG = CoordinationConfig(plan_timeout=TIMEOUT)
+# Plans are sent in every save here, so that they can be damaged, or a rank struck, on the way.
+CONFIG = CoordinationConfig(plan_timeout=TIMEOUT, remembered_nbytes=0)
 SECONDS = 8.0  # a bound that says "seconds" on a busy machine
 GRACE = 5.0  # for the coordinator to say why, see planner.exchange
 

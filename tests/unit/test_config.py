@@ -47,6 +47,7 @@ def test_every_field_has_a_key():
         "io_timeout_s": None,
         "progress_interval_s": 30,
         "strict": False,
+        "remembered_nbytes": 256 * 2**20,
     }
     assert len(mapping) == len(dataclasses.fields(CoordinationConfig))
 
@@ -64,8 +65,9 @@ def test_what_nobody_turns_on_in_the_environment_is_off(monkeypatch):
     assert CoordinationConfig.from_env(over=on) == on
     monkeypatch.setenv("DCP_COORDINATION", "default")
     monkeypatch.setenv("DCP_COORDINATION_STRICT", "1")
+    monkeypatch.setenv("DCP_COORDINATION_REMEMBERED_NBYTES", "1000")
     assert CoordinationConfig.from_env(over=on) == dataclasses.replace(
-        on, coordination="default", strict=True
+        on, coordination="default", strict=True, remembered_nbytes=1000
     )
 
 
@@ -80,6 +82,7 @@ WRONG = {
     "plan_timeout_s": ("10m", "a.b.plan_timeout_s must be a number of seconds, not str '10m'"),
     "progress_interval_s": (0, "a.b.progress_interval_s must be a positive number of seconds, not 0"),
     "strict": ("yes", "a.b.strict must be True or False, not 'yes'"),
+    "remembered_nbytes": ("64M", "a.b.remembered_nbytes must be a whole number, 0 or more, not '64M'"),
     7: (7, "a.b.7 is no key of this; the keys are coordination, plan_timeout_s, io_timeout_s"),
 }
 
@@ -122,12 +125,13 @@ def test_all_problems_of_the_environment_are_in_one_error(monkeypatch):
         "DCP_COORDINATION_IO_TIMEOUT_S": "10m",
         "DCP_COORDINATION_PROGRESS_INTERVAL_S": "none",
         "DCP_COORDINATION_STRICT": "yes",
+        "DCP_COORDINATION_REMEMBERED_NBYTES": "-1",
     }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as caught:
         CoordinationConfig.from_env()
     problems = sorted(caught.value.problems)
-    assert len(problems) == 6
+    assert len(problems) == 7
     for problem, expected in zip(
         problems,
         (
@@ -136,6 +140,7 @@ def test_all_problems_of_the_environment_are_in_one_error(monkeypatch):
             "DCP_COORDINATION_IO_TIMEOUT_S must be a number of seconds, not '10m'",
             "DCP_COORDINATION_PLAN_TIMEOUT is not known; did you mean DCP_COORDINATION_PLAN_TIMEOUT_S?",
             "DCP_COORDINATION_PROGRESS_INTERVAL_S must be a number of seconds, not 'none'",
+            "DCP_COORDINATION_REMEMBERED_NBYTES must be a whole number, 0 or more, not '-1'",
             "DCP_COORDINATION_STRICT must be 1 or 0, not 'yes'",
         ),
         strict=True,

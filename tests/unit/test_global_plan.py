@@ -264,7 +264,20 @@ def check_like_torch(plans, *, to_lowest_rank=False, flatten=True, shares=True):
     for rank, final_plan in enumerate(final_plans):
         assert plan_fields(ours.build_plan(rank)) == plan_fields(final_plan)
         check_encoded(ours, rank, final_plan, make_plan(*columns[rank]))
+        check_places(ours, rank, final_plan, metadata)
     return ours
+
+
+def check_places(ours, rank, final_plan, metadata):
+    names = list(metadata.state_dict_metadata)
+    entries, chunks = ours.places(rank)
+    for item, entry, chunk in zip(final_plan.items, entries.tolist(), chunks.tolist(), strict=True):
+        assert names[entry] == item.index.fqn
+        if item.tensor_data is None:
+            assert chunk == 0
+        else:
+            assert metadata.state_dict_metadata[names[entry]].chunks[chunk] == item.tensor_data.chunk
+            assert chunk == item.index.index
 
 
 def check_encoded(ours, rank, final_plan, base):

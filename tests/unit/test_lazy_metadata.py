@@ -73,7 +73,9 @@ def test_after_a_look_or_a_change_it_is_plain_metadata():
 
 
 def test_a_damaged_frame_is_refused_at_once():
-    frame = bytearray(encode_metadata(make(), strict=True))
-    frame[-1] ^= 1
-    with pytest.raises(FrameError):
-        read_metadata_later(bytes(frame))
+    parts = encode_metadata(make(), strict=True)
+    for number, part in enumerate(parts):
+        damaged = bytearray(part)
+        damaged[-1] ^= 1
+        with pytest.raises(FrameError):
+            read_metadata_later([*parts[:number], bytes(damaged), *parts[number + 1 :]])
