@@ -35,6 +35,7 @@ def measure_side(side: str, world: World, world_size: int, sent: Sent) -> dict[s
     memory = Memory()
     found: dict[str, Any] = {}
     for rank in (0, 1):
+        gc.collect()  # what the other left must not make a full collection due
         with fake_world(world_size, rank):
             saves = save_as(side, rank, world, sent, replies)
             found[f"rank {rank}"] = [next(saves) for _ in range(num_saves)]
