@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 try:
     from tests.npu import fake  # noqa: F401 - torch itself cannot be imported without these libraries
 except OSError as error:
     pytest.exit(f"{error}: these tests run by `make npu`", returncode=2)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch_npu's own, while torch imports it
+    import torch  # noqa: F401
 
 from tests.support.ranks import run_ranks
 
