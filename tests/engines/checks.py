@@ -24,11 +24,19 @@ def run_trainer(tests, results, steps, *, through=()):
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
         *(f"--nproc-per-node={tests.world_size}", *through, str(HERE / tests.trainer), str(results), *steps),
     ]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    environment.pop("DCP_COORDINATION", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    if done.returncode:
-        pytest.fail(f"{' '.join(command)}\n{done.stdout[-5000:]}\n{done.stderr[-20000:]}")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DCP_")}
+    environment.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    log = results.with_suffix(".log")
+    with log.open("w") as output:
+        torchrun = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        try:
+            problem = torchrun.wait(timeout=250)
+        except subprocess.TimeoutExpired as error:
+            problem = error
+            torchrun.terminate()  # it ends its ranks, whatever they wait for
+            torchrun.wait()
+    if problem:
+        pytest.fail(f"{' '.join(command)}: {problem}\n{log.read_text()[-20000:]}")
     return [json.loads((results / f"{rank}.json").read_text()) for rank in range(tests.world_size)]
 
 
@@ -58,6 +66,7 @@ def own_calls(step):
     return Counter((call["function"], call["caller"]) for call in step["calls"] if not of_dcp(call))
 
 
+@pytest.mark.timeout(600)  # the first test of a class starts both worlds
 class EngineTests:
     """Two worlds of one engine, the fixtures: one switches in its script, the other is run unedited.
 
