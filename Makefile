@@ -23,7 +23,7 @@ endif
 ON_FAKE_CANN := LD_LIBRARY_PATH=$(CURDIR)/tests/npu/fakecann/build$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test npu npu-2.10 fakecann chaos check bench clean
+.PHONY: help demo test npu npu-2.10 fakecann chaos engines check bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,12 @@ fakecann:
 chaos: $(ENVIRONMENT) ## 200 saves with random faults (ARGS="--rounds 50 --seed 1")
 	$(PY) -m tests.chaos $(ARGS)
 
+ENGINES := accelerate lightning torchtitan
+engines: $(ENGINES:%=engine-%) ## save and load with real engines, each in an environment of its own
+
+engine-%: .venv-engines/%/.installed
+	.venv-engines/$*/bin/python -m pytest tests/engines/test_$*.py $(ARGS)
+
 check: $(ENVIRONMENT) ## formatting, lint and types
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
@@ -63,8 +69,14 @@ bench: $(ENVIRONMENT) ## run the benchmarks in their short form
 	$(PY) benchmarks/run.py --short $(ARGS)
 
 clean: ## remove the environments and everything generated
-	rm -rf .venv .venv-npu .venv-npu-2.10 tests/npu/fakecann/build .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-npu .venv-npu-2.10 .venv-engines tests/npu/fakecann/build .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find planner tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+
+.PRECIOUS: .venv-engines/%/.installed
+.venv-engines/%/.installed: tests/engines/%.txt pyproject.toml
+	$(PYTHON) -m venv .venv-engines/$*
+	.venv-engines/$*/bin/python -m pip install --quiet -r $< -e .
+	touch $@
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
