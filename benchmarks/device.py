@@ -8,10 +8,8 @@ collectives are counted.
     python benchmarks/device.py [--ranks 4] [--entries 2812] [--json FILE]
 """
 
-import argparse
 import json
 import os
-import platform
 import socket
 import tempfile
 import time
@@ -22,17 +20,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from bench import OURS, STOCK, Row, options_of, report
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from planner import GlooCoordinatedPlanner
 
-ROWS = {
-    "collectives": "collectives on the default group",
-    "tensors_nbytes": "device bytes in tensors, peak",
-    "reserved_nbytes": "device bytes kept by torch after it",
-    "used_nbytes": "device bytes used on the whole device after it",
-    "seconds": "seconds",
+FIGURES = {
+    "collectives": ("collectives on the default group", "calls"),
+    "tensors_nbytes": ("device bytes in tensors, peak", "bytes"),
+    "reserved_nbytes": ("device bytes kept by torch after it", "bytes"),
+    "used_nbytes": ("device bytes used on the whole device after it", "bytes"),
+    "seconds": ("wall time", "s"),
 }
 
 
@@ -78,7 +77,7 @@ def measure(device, folder, state, planner):
     dcp.save(state, storage_writer=writer, planner=planner)
     seconds = time.perf_counter() - start
     after = device_memory(device)
-    memory = dict.fromkeys(ROWS) if device is None else {n: after[n] - before[n] for n in after}
+    memory = dict.fromkeys(FIGURES) if device is None else {n: after[n] - before[n] for n in after}
     return {
         **memory,
         "collectives": dist.group.WORLD._get_sequence_number_for_group() - count,
@@ -97,8 +96,8 @@ def run_rank(rank, job):
     dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
     state = make_state(entries)
     results = {
-        "ours": measure(device, f"{folder}/ours", state, GlooCoordinatedPlanner()),
-        "stock": measure(device, f"{folder}/stock", state, None),
+        OURS: measure(device, f"{folder}/ours", state, GlooCoordinatedPlanner()),
+        STOCK: measure(device, f"{folder}/stock", state, None),
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
@@ -115,30 +114,24 @@ def launch(ranks, backend, entries):
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def report(title, results):
-    print(f"\n{title}; of all ranks the most")
-    print(f"{'':48}{'stock':>14}{'ours':>14}")
-    table = {}
-    for name, text in ROWS.items():
-        values = {how: [result[how][name] for result in results] for how in ("stock", "ours")}
-        table[name] = {how: None if None in found else max(found) for how, found in values.items()}
-        shown = [
-            "-" if value is None else f"{value:,.3f}" if name == "seconds" else f"{value:,}"
-            for value in table[name].values()
-        ]
-        print(f"{text:48}{shown[0]:>14}{shown[1]:>14}")
-    return table
+def rows_of(case, results, facts):
+    """Return the figures, of all ranks the most."""
+    rows = []
+    for name, (what, unit) in FIGURES.items():
+        found = {side: [result[side][name] for result in results] for side in (STOCK, OURS)}
+        if None not in found[STOCK]:
+            samples = {side: [float(max(values))] for side, values in found.items()}
+            rows.append(Row(case, what, unit, samples[STOCK], samples[OURS], facts))
+    return rows
+
+
+def add_options(parser):
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--entries", type=int, default=2812)
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--entries", type=int, default=2812)
-    parser.add_argument("--short", action="store_true", help="2 ranks, 300 entries")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = options_of(__doc__, add_options)
     ranks, entries = (2, 300) if options.short else (options.ranks, options.entries)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = find_device()
@@ -146,26 +139,21 @@ def main():
     if device is not None:
         backend = dist.get_default_backend_for_device(device.type)
         runs = [(1, backend), (ranks, backend)]
-    print(
-        f"torch {torch.__version__}, {platform.machine()}, {entries} entries, accelerator: {device}", end=""
-    )
-    print(f" x {torch.accelerator.device_count()}" if device is not None else "")
-    tables = []
+    accelerator = "none" if device is None else f"{device} x {torch.accelerator.device_count()}"
+    rows = []
     while runs:
         count, backend = runs.pop(0)
-        title = f"{count} ranks, default group {backend}"
         try:
             results = launch(count, backend, entries)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             if backend == "gloo":
                 raise
-            print(f"\n{title}: refused, {str(error).strip().splitlines()[-1]}")
+            print(f"{count} ranks on {backend}: refused, {str(error).strip().splitlines()[-1]}")
             runs.append((count, "gloo"))
             continue
-        tables.append({"ranks": count, "backend": backend, "table": report(title, results)})
-    if options.json:
-        facts = {"torch": torch.__version__, "device": str(device), "entries": entries, "runs": tables}
-        options.json.write_text(json.dumps(facts, indent=2) + "\n")
+        case = f"{count} ranks, {entries} entries, {backend}, accelerator: {accelerator}"
+        rows += rows_of(case, results, {"ranks": count, "entries": entries, "accelerator": accelerator})
+    report("device", options, rows)
 
 
 if __name__ == "__main__":
