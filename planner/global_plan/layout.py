@@ -126,10 +126,10 @@ def find_layouts(chunks: Chunks) -> tuple[Layouts, Int64Column]:
     def some(count: int) -> npt.NDArray[np.uint64]:
         return random.integers(0, 2**64 - 1, count, dtype=np.uint64) | np.uint64(1)
 
-    per_place = some(int(lengths.max()) if len(lengths) else 0)
-    marks = per_place[place]
+    marks = np.ones(num_chunks, dtype=np.uint64)
     for column in (*chunks.offsets, *chunks.sizes):
-        marks += column.view(np.uint64) * some(1) * per_place[place]
+        marks += column.view(np.uint64) * some(1)
+    marks *= some(int(lengths.max()) if len(lengths) else 0)[place]
     sums = np.add.reduceat(marks, chunks.starts) + lengths.astype(np.uint64) * some(1)
     for column in chunks.tensor_sizes:
         sums += column.view(np.uint64) * some(1)

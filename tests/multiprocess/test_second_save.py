@@ -102,7 +102,7 @@ def save_unchanged(rank, folder):
 
 
 def test_an_unchanged_save_sends_nothing_and_receives_next_to_nothing(tmp_path):
-    _, *others = [outcome.value for outcome in run_ranks(save_unchanged, WORLD, str(tmp_path))]
+    _, *others = [outcome.value for outcome in run_ranks(save_unchanged, WORLD, str(tmp_path), timeout=150)]
     for first, sent, received in others:
         assert sent == 0
         assert 0 < received < 400 < first  # the head, with the path of the checkpoint in it
@@ -119,7 +119,7 @@ def save_two_models(rank, folder):
 
 
 def test_two_models_in_turn_are_both_remembered(tmp_path):
-    run_ranks(save_two_models, WORLD, str(tmp_path))
+    run_ranks(save_two_models, WORLD, str(tmp_path), timeout=150)
 
 
 def save_changed_on_one(rank, folder):
@@ -139,7 +139,7 @@ def save_changed_on_one(rank, folder):
 
 
 def test_a_change_on_one_rank_reaches_all_and_the_report_says_so(tmp_path):
-    reuse = [outcome.value for outcome in run_ranks(save_changed_on_one, WORLD, str(tmp_path))]
+    reuse = [outcome.value for outcome in run_ranks(save_changed_on_one, WORLD, str(tmp_path), timeout=150)]
     assert "1 of 4 ranks had new parts" in reuse[0][0]
     assert "the global plan was made anew" in reuse[0][0]
     assert reuse[1][0].startswith("hit")
@@ -165,7 +165,7 @@ def save_across_restarts(rank, folder):
 
 
 def test_ranks_and_the_coordinator_may_restart(tmp_path):
-    run_ranks(save_across_restarts, WORLD, str(tmp_path), timeout=120)
+    run_ranks(save_across_restarts, WORLD, str(tmp_path), timeout=150)
 
 
 def save_after_failures(rank, folder):
@@ -184,7 +184,7 @@ def save_after_failures(rank, folder):
 
 
 def test_nothing_is_remembered_of_a_save_that_failed(tmp_path):
-    run_ranks(save_after_failures, WORLD, str(tmp_path))
+    run_ranks(save_after_failures, WORLD, str(tmp_path), timeout=150)
 
 
 def save_with_writers(rank, folder):
@@ -200,7 +200,7 @@ def save_with_writers(rank, folder):
 
 
 def test_each_writer_gets_its_own_though_plans_are_the_same(tmp_path):
-    run_ranks(save_with_writers, WORLD, str(tmp_path))
+    run_ranks(save_with_writers, WORLD, str(tmp_path), timeout=150)
 
 
 def save_in_groups(rank, folder):
@@ -216,7 +216,7 @@ def save_in_groups(rank, folder):
 
 
 def test_groups_of_other_ranks_that_plan_the_same_do_not_mix(tmp_path):
-    run_ranks(save_in_groups, WORLD, str(tmp_path))
+    run_ranks(save_in_groups, WORLD, str(tmp_path), timeout=150)
 
 
 def save_with_settings(rank, folder):
@@ -228,7 +228,7 @@ def save_with_settings(rank, folder):
 
 
 def test_the_planners_settings_count(tmp_path):
-    run_ranks(save_with_settings, WORLD, str(tmp_path))
+    run_ranks(save_with_settings, WORLD, str(tmp_path), timeout=150)
 
 
 def save_and_change_what_came(rank, folder):
@@ -252,7 +252,7 @@ def save_and_change_what_came(rank, folder):
 
 
 def test_what_one_save_returns_can_be_changed_without_harm_to_the_next(tmp_path):
-    run_ranks(save_and_change_what_came, WORLD, str(tmp_path))
+    run_ranks(save_and_change_what_came, WORLD, str(tmp_path), timeout=150)
 
 
 class LateChange(dcp.DefaultSavePlanner):
@@ -310,7 +310,9 @@ def save_with_changes(rank, folder):
 
 
 def test_what_a_planner_or_a_writer_does_to_metadata_late_reaches_all_ranks(tmp_path):
-    first, *others = [outcome.value for outcome in run_ranks(save_with_changes, WORLD, str(tmp_path))]
+    first, *others = [
+        outcome.value for outcome in run_ranks(save_with_changes, WORLD, str(tmp_path), timeout=150)
+    ]
     for turn in range(2):
         assert "late" in first[turn, "planner"].state_dict_metadata
         assert first[turn, "planner"].planner_data["late"] == ("late",)
@@ -332,7 +334,9 @@ def save_growing_objects(rank, folder):
 
 
 def test_where_only_lengths_change_the_names_and_chunks_do_not_follow_again(tmp_path):
-    _, *others = [outcome.value for outcome in run_ranks(save_growing_objects, WORLD, str(tmp_path))]
+    _, *others = [
+        outcome.value for outcome in run_ranks(save_growing_objects, WORLD, str(tmp_path), timeout=150)
+    ]
     for received, reuse in others:
         assert received[2] < received[0] - 100
         assert reuse[0] == "hit"
@@ -353,7 +357,7 @@ def save_without_memory(rank, folder):
 
 
 def test_memory_can_be_turned_off_and_is_bounded(tmp_path):
-    run_ranks(save_without_memory, WORLD, str(tmp_path))
+    run_ranks(save_without_memory, WORLD, str(tmp_path), timeout=150)
 
 
 def save_with_some_remembering(rank, folder):
@@ -364,4 +368,4 @@ def save_with_some_remembering(rank, folder):
 
 
 def test_ranks_that_remember_and_ranks_that_do_not_save_together(tmp_path):
-    run_ranks(save_with_some_remembering, WORLD, str(tmp_path))
+    run_ranks(save_with_some_remembering, WORLD, str(tmp_path), timeout=150)
