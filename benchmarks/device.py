@@ -56,19 +56,20 @@ def make_state(entries):
 def device_memory(device):
     if device is None:
         return None
-    torch.accelerator.synchronize()
-    free, total = torch.get_device_module(device).mem_get_info()
+    module = torch.get_device_module(device)
+    module.synchronize()
+    free, total = module.mem_get_info()
     return {
-        "tensors_nbytes": torch.accelerator.max_memory_allocated(),
-        "reserved_nbytes": torch.accelerator.memory_reserved(),
+        "tensors_nbytes": module.max_memory_allocated(),
+        "reserved_nbytes": module.memory_reserved(),
         "used_nbytes": total - free,
     }
 
 
 def measure(device, folder, state, planner):
     if device is not None:
-        torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats()
+        torch.get_device_module(device).empty_cache()
+        torch.get_device_module(device).reset_peak_memory_stats()
     before = device_memory(device)
     count = dist.group.WORLD._get_sequence_number_for_group()
     start = time.perf_counter()

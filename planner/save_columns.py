@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from planner.column_plans import Planned
 from planner.errors import WireError
+from planner.known_code import are_known, names
 from planner.lazy_metadata import is_pending
 from planner.wire.columns import Int64Column
 from planner.wire.gc_pause import paused_gc
@@ -29,26 +31,14 @@ __all__ = ["DamagedResults", "ResultLists", "is_plain_finish", "read_results"]
 
 # All names in DCP's own FileSystemWriter.finish, torch 2.9 to 2.15. It gives metadata a new storage_data made
 # of the results, a storage_meta and a version, and changes nothing else; one with other names might.
-_NAMES_OF_FINISH = frozenset(
-    (
-        "AttributeError", "CURRENT_DCP_VERSION", "Path", "UnsupportedOperation", "_get_metadata_path",
-        "_metadata_fn", "cast", "concat_path", "create_stream", "dump", "exists", "fileno", "fs", "fsync",
-        "index", "metadata", "os", "path", "pickle", "rank", "rename", "results", "rm_file", "self",
-        "storage_data", "storage_md", "storage_meta", "sync", "sync_files", "tmp_filename", "tmp_path",
-        "update", "use_collectives", "version", "wr", "wr_list", "metadata_file", "metadata_path",
-    )
-)  # fmt: skip
-
-
-def _names_in(code: Any) -> set[str]:
-    names = {*code.co_names, *code.co_varnames}
-    for constant in code.co_consts:
-        if hasattr(constant, "co_names"):
-            names |= _names_in(constant)
-    return {name for name in names if not name.startswith(".")}
-
-
-_IS_FINISH_KNOWN = _names_in(FileSystemWriter.finish.__code__) <= _NAMES_OF_FINISH
+_NAMES_OF_FINISH = names(
+    """
+    AttributeError CURRENT_DCP_VERSION Path UnsupportedOperation _get_metadata_path _metadata_fn cast
+    concat_path create_stream dump exists fileno fs fsync index os path pickle rank rename rm_file
+    storage_data storage_meta sync sync_files update use_collectives version
+    """
+)
+_IS_FINISH_KNOWN = are_known({"finish": _NAMES_OF_FINISH}, (FileSystemWriter.finish, filesystem))
 
 
 def is_plain_finish(storage: Any) -> bool:

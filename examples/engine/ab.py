@@ -82,7 +82,7 @@ def save_in_turns(folder: Path, layers: int, saves: int) -> Result:
                 save_model(model, config)
                 save_optimizer(model, optimizer, config)
             total = time.perf_counter() - start
-            peak = None if before is None else torch.accelerator.max_memory_allocated() - before
+            peak = None if before is None else torch.get_device_module().max_memory_allocated() - before
             result.saves[name].append(Save(exchange.seconds, total, peak))
     dist.destroy_process_group()
     return result
@@ -91,8 +91,9 @@ def save_in_turns(folder: Path, layers: int, saves: int) -> Result:
 def _reset_device_peak() -> int | None:
     if not torch.accelerator.is_available():
         return None
-    torch.accelerator.reset_peak_memory_stats()
-    return torch.accelerator.memory_allocated()
+    device = torch.get_device_module()
+    device.reset_peak_memory_stats()
+    return int(device.memory_allocated())
 
 
 def table(results: dict[int, Result]) -> str:

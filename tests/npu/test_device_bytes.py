@@ -26,13 +26,14 @@ def pickled_to(nbytes):
 
 
 def peak_nbytes(call):
-    torch.accelerator.synchronize()
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
+    device = torch.get_device_module()  # torch.accelerator's own cannot ask torch_npu 2.10
+    device.synchronize()
+    device.empty_cache()
+    device.reset_peak_memory_stats()
+    before = device.memory_allocated()
     call()
-    torch.accelerator.synchronize()
-    return torch.accelerator.max_memory_allocated() - before
+    device.synchronize()
+    return device.max_memory_allocated() - before
 
 
 def exchange_objects(rank, sizes):
