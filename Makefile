@@ -40,7 +40,7 @@ demo: $(ENVIRONMENT) ## train, save, load and compare on this machine (AB=1: thr
 endif
 
 test: $(ENVIRONMENT) ## run the tests
-	$(PY) -m pytest -n 4 $(ARGS)
+	$(PY) -m pytest -n 6 --dist worksteal $(ARGS)
 
 npu: $(NPU_ENVIRONMENT) fakecann ## run the tests on torch_npu 2.13.0, on a stand-in for CANN
 	$(ON_FAKE_CANN) $(NPU_VENV)/bin/python -m pytest -n 2 tests/npu $(ARGS)

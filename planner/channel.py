@@ -105,6 +105,15 @@ class Channel:
         """Whether the job's process groups are still the ones this channel was made for."""
         return dist.is_initialized() and self._store_ref() is _get_default_store()
 
+    def require_current(self) -> None:
+        """Raise CoordinationError unless the job's process groups are still those of this channel."""
+        if not self.is_current:
+            raise CoordinationError(
+                "the job's process groups were destroyed, or made anew, while this waited for its turn",
+                ranks=[self.group_rank],
+                advice="wait for the futures of asynchronous saves before destroying process groups",
+            )
+
     @property
     def peers(self) -> list[int]:
         """Group ranks of all members but this one."""

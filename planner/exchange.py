@@ -164,12 +164,7 @@ class Exchange:
         self._start = time.monotonic()
         try:
             self._await_turn(deadline)
-            if not self._channel.is_current:
-                raise CoordinationError(
-                    "the job's process groups were destroyed, or made anew, while this waited for its turn",
-                    ranks=[self._channel.group_rank],
-                    advice="wait for the futures of asynchronous saves before destroying process groups",
-                )
+            self._channel.require_current()
             self._control.patience = self._config.plan_timeout
             deadline.restart()
             self._enter_epoch(deadline)

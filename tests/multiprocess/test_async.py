@@ -277,29 +277,45 @@ def test_a_save_in_flight_while_process_groups_are_destroyed_ends_alike_on_all_r
     assert (tmp_path / "x" / ".metadata").exists() == (outcomes[0].value == "None")
 
 
-def remake_groups_under_a_queued_save(rank, folder, port):
-    first = dcp.async_save(
-        state_of(rank), storage_writer=Gate(f"{folder}/first"), planner=GlooCoordinatedPlanner(config=CONFIG)
-    )
-    Gate.entered.wait()
-    queued = dcp.async_save(
-        state_of(rank), checkpoint_id=f"{folder}/queued", planner=GlooCoordinatedPlanner(config=CONFIG)
-    )
+class SlowStager(BadStager):
+    """Has staged when the test says so, which is when the save begins."""
+
+    def __init__(self):
+        self.staged = Future()
+
+    def stage(self, state_dict):
+        return self.staged
+
+
+def remake_groups_under_a_waiting_save(rank, folder, port, begins):
+    stager = SlowStager()
+    future = dcp.async_save(
+        state_of(rank),
+        checkpoint_id=f"{folder}/waiting",
+        planner=GlooCoordinatedPlanner(config=CONFIG),
+        async_stager=stager,
+    ).upload_completion
     dist.destroy_process_group()
+    if begins == "meanwhile":
+        stager.staged.set_result(state_of(rank))
+        future.exception()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=3)
-    Gate.opened.set()
-    first.exception()
+    if begins == "later":
+        stager.staged.set_result(state_of(rank))
     with pytest.raises(CoordinationError, match="destroyed, or made anew"):
-        queued.result()
+        future.result()
     dcp.save(state_of(rank), checkpoint_id=f"{folder}/after", planner=GlooCoordinatedPlanner(config=CONFIG))
 
 
+@pytest.mark.parametrize("begins", ["meanwhile", "later"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_queued_save_does_not_run_in_process_groups_that_were_made_anew_meanwhile(tmp_path):
+def test_a_save_that_waits_does_not_run_alone_or_in_other_process_groups_than_it_was_asked_in(
+    begins, tmp_path
+):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_ranks(remake_groups_under_a_queued_save, 3, str(tmp_path), store.port, backend="gloo")
-    assert not (tmp_path / "queued").exists()
+    run_ranks(remake_groups_under_a_waiting_save, 3, str(tmp_path), store.port, begins, backend="gloo")
+    assert not (tmp_path / "waiting").exists()
     assert (tmp_path / "after" / ".metadata").exists()
 
 

@@ -211,17 +211,31 @@ def run(*arguments, **environment):
 PROBE = "import planner, planner.switch as s; print(s.active_config() is not None)"
 
 
-def test_one_import_and_the_environment_are_enough():
-    assert run("-c", PROBE).stdout == "False\n"
-    assert run("-c", PROBE, DCP_COORDINATION="default").stdout == "False\n"
-    assert run("-c", PROBE, DCP_COORDINATION="gloo").stdout == "True\n"
-    done = run("-c", PROBE, DCP_COORDINATION="glo")
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({}, "False\n"), ({"DCP_COORDINATION": "gloo"}, "True\n")]
+)
+def test_one_import_and_the_environment_are_enough(environment, expected):
+    assert run("-c", PROBE, **environment).stdout == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (
+            {"DCP_COORDINATION": "glo"},
+            "DCP_COORDINATION must be 'gloo' or 'default', not 'glo'; did you mean 'gloo'?",
+        ),
+        (
+            {"DCP_COORDINATION": "gloo", "DCP_COORDINATION_PLAN_TIMOUT_S": "3"},
+            "did you mean DCP_COORDINATION_PLAN_TIMEOUT_S?",
+        ),
+    ],
+)
+def test_a_wrong_environment_is_refused_at_the_import(environment, expected):
+    done = run("-c", PROBE, **environment)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert "DCP_COORDINATION must be 'gloo' or 'default', not 'glo'; did you mean 'gloo'?" in done.stderr
-    done = run("-c", PROBE, DCP_COORDINATION="gloo", DCP_COORDINATION_PLAN_TIMOUT_S="3")
-    assert done.returncode == 1
-    assert "did you mean DCP_COORDINATION_PLAN_TIMEOUT_S?" in done.stderr
+    assert expected in done.stderr
 
 
 SCRIPT = """
@@ -261,14 +275,17 @@ def facts_of(done):
     return json.loads(done.stdout)
 
 
-def test_run_is_as_python_itself_with_the_switch_on(script, monkeypatch):
+@pytest.mark.parametrize("target", [["train.py"], ["-m", "package.train"]])
+def test_run_is_as_python_itself_with_the_switch_on(target, script, monkeypatch):
     monkeypatch.chdir(script.parent)
-    for target in (["train.py"], ["-m", "package.train"]):
-        stock = facts_of(run(*target, *ARGUMENTS))
-        ours = facts_of(run("-m", "planner", "run", *target, *ARGUMENTS))
-        assert ours.pop("on")
-        assert not stock.pop("on")
-        assert ours == stock
+    stock = facts_of(run(*target, *ARGUMENTS))
+    ours = facts_of(run("-m", "planner", "run", *target, *ARGUMENTS))
+    assert ours.pop("on")
+    assert not stock.pop("on")
+    assert ours == stock
+
+
+def test_the_environment_turns_run_off(script):
     assert not facts_of(run("-m", "planner", "run", str(script), DCP_COORDINATION="default"))["on"]
 
 
