@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import os
 import random
 import signal
@@ -38,6 +39,7 @@ CONFIG = CoordinationConfig(plan_timeout=TIMEOUT)
 BOUND_S = 2 * TIMEOUT.total_seconds() + 12.0
 ROUNDS_A_WORLD = 10
 
+STRIKING = {"slow", "killed", "frozen", "damage"}
 FAULTS = ("none", "raise", "raise", "slow", "absent", "late", "other", "damage", "frozen", "killed")
 
 
@@ -87,6 +89,8 @@ def suffer(rank, world, number, folder, drawn):
         )
     if fault == "other" and is_struck:
         writer = dcp.FileSystemWriter(f"{where}-other", sync_files=False)
+    # What is remembered does not travel, and cannot be struck on its way.
+    config = CONFIG if fault not in STRIKING else dataclasses.replace(CONFIG, remembered_nbytes=0)
     with pytest.MonkeyPatch.context() as monkeypatch:
         if is_struck and fault in {"slow", "killed", "frozen"}:
             writer, inner = Armed(drawn["phase"], fault).make(where, monkeypatch)
@@ -101,7 +105,7 @@ def suffer(rank, world, number, folder, drawn):
             dcp.save(
                 state_of(rank, number),
                 storage_writer=writer,
-                planner=GlooCoordinatedPlanner(inner, config=CONFIG),
+                planner=GlooCoordinatedPlanner(inner, config=config),
             )
         except CheckpointException as error:
             return f"{type(error).__name__}: {error}"[:300], time.monotonic() - start
