@@ -82,6 +82,8 @@ def measure_side(side: str, world: World, sent: Sent, least_s: float) -> dict[st
     where: list[tuple[float, str, str]] = []
     for hold in ticker.holds:
         part, seconds = part_of(hold, saved.switches)
+        if part not in longest:  # what only the simulation does
+            continue
         longest[part] = max(longest[part], seconds)
         where.append((seconds, part, hold[2]))
     return {"longest": longest, "where": sorted(where, reverse=True)[:12]}

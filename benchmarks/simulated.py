@@ -178,6 +178,7 @@ class _Link:
         self.rank = self.group_rank = rank
         self.is_coordinator = not rank
         self.world_size = len(sent.plans)
+        self.members = tuple(range(self.world_size))  # of what is remembered, a part of the key
         self.peers = [other for other in range(self.world_size) if other != rank]
         self.turns = Turns()
         self.control = _Control(self)
