@@ -69,9 +69,10 @@ def run_rank(rank: int, world_size: int, port: int, world: World, folder: Path, 
     found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (folder / f"{rank}.json").write_text(json.dumps(found))
     _meet(store, "end", world_size)
-    store.add("gone", 1)
-    while rank == 0 and store.add("gone", 0) < world_size:  # the others need the store until then
-        time.sleep(0.01)
+    if store.add("gone", 1) == world_size:
+        store.set("all gone", b"1")
+    if rank == 0:  # whose process has the store, which the others need until then
+        store.wait(["all gone"], _TIMEOUT)
 
 
 def _meet(store: dist.Store, name: str, world_size: int) -> None:

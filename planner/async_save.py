@@ -160,7 +160,7 @@ def _leave_save(
 ) -> None:
     """Tell the other ranks of a save that ended here before it began, as when staging fails."""
     error = CancelledError() if future.cancelled() else future.exception()
-    if error is None:
+    if error is None or not reserved[0].is_current:  # without process groups there is nobody to tell
         return
     # Without a checkpoint's name, which only its storage knows: a failure is told all the same.
     wrapper = GlooDistWrapper(group, use_dist=True, coordinator_rank=0, operation="save", config=config)
@@ -224,7 +224,7 @@ def install() -> None:
 
 def find_problems() -> list[str]:
     """Return what this torch lacks of what asynchronous saves rely on, one sentence each."""
-    names = inspect.unwrap(state_dict_saver.async_save).__code__.co_names
+    looked_up = inspect.unwrap(state_dict_saver.async_save).__code__.co_names
     problems = [
         f"async_save does not look up {name} by name"
         for name in (
@@ -232,7 +232,7 @@ def find_problems() -> list[str]:
             "_ThreadBasedAsyncCheckpointExecutor",
             "_ProcessBasedAsyncCheckpointExecutor",
         )
-        if name not in names
+        if name not in looked_up
     ]
     if not hasattr(_async_process_executor, "_CHECKPOINT_PROCESS"):
         problems.append("_async_process_executor._CHECKPOINT_PROCESS is missing")

@@ -36,6 +36,7 @@ from tests.support.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=3)
 CONFIG = CoordinationConfig(plan_timeout=TIMEOUT)
+AT_MOST = timedelta(seconds=60)
 BOUND_S = 2 * TIMEOUT.total_seconds() + 12.0
 ROUNDS_A_WORLD = 10
 
@@ -55,9 +56,9 @@ def save(rank, number, folder):
 def barrier(name, world):
     """Wait for all ranks, by the store that the test owns."""
     store = dist.distributed_c10d._get_default_store()
-    store.add(name, 1)
-    while store.add(name, 0) < world:
-        time.sleep(0.01)
+    if store.add(name, 1) == world:
+        store.set(f"all {name}", "1")
+    store.wait([f"all {name}"], AT_MOST)
 
 
 def draw(generator, world, *, is_last):
@@ -99,7 +100,7 @@ def suffer(rank, world, number, folder, drawn):
         if is_struck and fault == "absent":
             return "absent", 0.0
         if is_struck and fault == "late":
-            time.sleep(TIMEOUT.total_seconds() * 1.5)
+            dist.distributed_c10d._get_default_store().wait([f"all gave up {number}"], AT_MOST)
         start = time.monotonic()
         try:
             dcp.save(
@@ -125,6 +126,8 @@ def play(rank, seed, rounds, folder):
         assert seconds < BOUND_S, (drawn, end, seconds)
         if drawn["fault"] == "killed":
             return story
+        if drawn["fault"] == "late" and rank != drawn["struck"]:
+            barrier(f"gave up {number}", world - 1)
         store = dist.distributed_c10d._get_default_store()
         frozen_key = f"frozen{drawn['struck']}"
         if drawn["fault"] == "frozen" and rank != drawn["struck"] and store.check([frozen_key]):

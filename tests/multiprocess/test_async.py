@@ -1,7 +1,7 @@
 """``dcp.async_save`` with our planner, in a thread and in a process of its own."""
 
+import logging
 import pickle
-import threading
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ from planner import (
     GlooCoordinatedPlanner,
     RemoteError,
 )
-from tests.support.faults import KINDS, make_storage_and_planner
+from tests.support.faults import KINDS, Gate, make_storage_and_planner
 from tests.support.ranks import run_ranks
 
 CONFIG = CoordinationConfig(plan_timeout=timedelta(seconds=20))
@@ -245,18 +245,6 @@ def test_a_failure_in_a_thread_is_the_same_on_each_ranks_future(tmp_path):
     run_ranks(fail_in_threads, 3, str(tmp_path), timeout=100)
 
 
-class Gate(dcp.FileSystemWriter):
-    """Holds the write until the test lets it go on."""
-
-    entered = threading.Event()
-    opened = threading.Event()
-
-    def write_data(self, plan, planner):
-        self.entered.set()
-        self.opened.wait()
-        return super().write_data(plan, planner)
-
-
 def destroy_while_saving(rank, folder):
     future = dcp.async_save(
         state_of(rank), storage_writer=Gate(f"{folder}/x"), planner=GlooCoordinatedPlanner(config=CONFIG)
@@ -317,6 +305,30 @@ def test_a_save_that_waits_does_not_run_alone_or_in_other_process_groups_than_it
     run_ranks(remake_groups_under_a_waiting_save, 3, str(tmp_path), store.port, begins, backend="gloo")
     assert not (tmp_path / "waiting").exists()
     assert (tmp_path / "after" / ".metadata").exists()
+
+
+def fail_to_stage_without_groups(rank, folder):
+    complaints = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: complaints.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    stager = SlowStager()
+    future = dcp.async_save(
+        state_of(rank),
+        checkpoint_id=f"{folder}/x",
+        planner=GlooCoordinatedPlanner(config=CONFIG),
+        async_stager=stager,
+    ).upload_completion
+    dist.destroy_process_group()
+    stager.staged.set_exception(ValueError("staging failed"))
+    assert isinstance(future.exception(), ValueError)
+    return complaints
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_staging_that_fails_when_process_groups_are_gone_is_that_error_alone(tmp_path):
+    outcomes = run_ranks(fail_to_stage_without_groups, 2, str(tmp_path), backend="gloo")
+    assert all(outcome.value == [] for outcome in outcomes)
 
 
 def share_one_planner(rank, folder):

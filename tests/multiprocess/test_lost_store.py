@@ -1,8 +1,8 @@
 """A store whose host has ended, or is frozen, is an error that says so, within the planning deadline."""
 
-import multiprocessing
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import planner.exchange
 from planner import CoordinationConfig, GlooCoordinatedLoadPlanner, GlooCoordinatedPlanner, TransportError
-from tests.support.faults import await_file
-from tests.support.ranks import run_ranks
+from tests.support.ranks import CONTEXT, run_ranks
 
 WORLD = 3
 TIMEOUT = timedelta(seconds=3)
 CONFIG = CoordinationConfig(plan_timeout=TIMEOUT)
+WAIT_S = 30.0
 SOON_S = 8.0
 BOUND_S = 2 * TIMEOUT.total_seconds() + SOON_S  # one wait for gloo to connect, and one for the store
 
@@ -52,9 +52,8 @@ class StoreHost:
     """A process that does nothing but host a store, as the launcher's agent does."""
 
     def __init__(self):
-        context = multiprocessing.get_context("forkserver")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=host_store, args=(theirs,), daemon=True)
+        self._pipe, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=host_store, args=(theirs,), daemon=True)
 
     def __enter__(self):
         self._process.start()
@@ -69,22 +68,30 @@ class StoreHost:
         os.kill(self._process.pid, number)
         if number == signal.SIGSTOP:  # each of its threads goes on until it next looks
             while Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-                pass
+                os.sched_yield()
 
 
-class Halting:
-    """Calls a function, once all that a test waits for has happened meanwhile."""
+class Signals:
+    """Where ranks and test wait for one another, since they cannot by the store."""
 
-    def __init__(self, folder, function):
-        self.folder, self.function = folder, function
-
-    def __call__(self, *args, **options):
-        Path(self.folder, f"there-{dist.get_rank()}").touch()
-        await_file(Path(self.folder, "struck"))
-        return self.function(*args, **options)
+    def __init__(self):
+        self.is_halted, self.is_struck, self.is_thawed = CONTEXT.Event(), CONTEXT.Event(), CONTEXT.Event()
+        self.all_ended = CONTEXT.Barrier(WORLD + 1, timeout=WAIT_S)  # with the test
+        self.all_saved = CONTEXT.Barrier(WORLD, timeout=WAIT_S)
 
 
-def lose_the_store(rank, folder, operation, phase, earlier_saves):
+def halting(signals, function):
+    """Call ``function`` once the store has been struck."""
+
+    def call(*args, **options):
+        signals.is_halted.set()
+        assert signals.is_struck.wait(WAIT_S)
+        return function(*args, **options)
+
+    return call
+
+
+def lose_the_store(rank, folder, signals, operation, phase, earlier_saves):
     for number in range(earlier_saves):
         save(rank, f"{folder}/before{number}")
     if operation == "load":
@@ -95,7 +102,7 @@ def lose_the_store(rank, folder, operation, phase, earlier_saves):
         storage = dcp.FileSystemWriter(f"{folder}/struck-save", sync_files=False)
     owner = next(owner for owner in (inner, storage, planner.exchange) if hasattr(owner, phase))
     if rank == WORLD - 1:  # the others are waiting by then, in the store or in gloo
-        setattr(owner, phase, Halting(folder, getattr(owner, phase)))
+        setattr(owner, phase, halting(signals, getattr(owner, phase)))
     start = time.monotonic()
     with pytest.raises(TransportError, match="the job's store does not answer") as caught:
         call(rank, operation, storage, inner)
@@ -103,13 +110,13 @@ def lose_the_store(rank, folder, operation, phase, earlier_saves):
     assert isinstance(caught.value, CheckpointException)
     assert caught.value.operation == operation
     assert "127.0.0.1" in str(caught.value)
-    Path(folder, f"ended-{rank}").touch()
-    await_file(Path(folder, "thawed"))
+    signals.all_ended.wait()
     return seconds
 
 
-def lose_and_find_the_store(rank, folder, *args):
-    seconds = lose_the_store(rank, folder, *args)
+def lose_and_find_the_store(rank, folder, signals, *args):
+    seconds = lose_the_store(rank, folder, signals, *args)
+    assert signals.is_thawed.wait(WAIT_S)
     ends = []
     for number in range(3):
         try:
@@ -118,9 +125,7 @@ def lose_and_find_the_store(rank, folder, *args):
             ends.append(str(error))
         else:
             ends.append("saved")
-        Path(folder, f"after{number}-{rank}").touch()
-        for peer in range(WORLD):
-            await_file(Path(folder, f"after{number}-{peer}"))
+        signals.all_saved.wait()
     return seconds, ends
 
 
@@ -134,54 +139,38 @@ ROWS = [
 ]
 
 
-def strike(folder, host, number):
-    def control(_processes):
-        await_file(Path(folder, f"there-{WORLD - 1}"))
-        host.strike(number)
-        Path(folder, "struck").touch()
-        for rank in range(WORLD):
-            await_file(Path(folder, f"ended-{rank}"))
-        if number == signal.SIGSTOP:
-            host.strike(signal.SIGCONT)
-        Path(folder, "thawed").touch()
-
-    return control
-
-
-@pytest.mark.parametrize(("operation", "phase", "earlier_saves"), ROWS)
-def test_a_store_whose_host_freezes_is_an_error_at_the_deadline_and_works_again_later(
-    operation, phase, earlier_saves, tmp_path
-):
+def run_and_strike(worker, number, folder, row):
+    """Run ``worker`` on ranks whose store's host gets a signal on the way; return what it returned."""
+    signals = Signals()
     with StoreHost() as host:
-        outcomes = run_ranks(
-            lose_and_find_the_store,
-            WORLD,
-            str(tmp_path),
-            operation,
-            phase,
-            earlier_saves,
-            control=strike(tmp_path, host, signal.SIGSTOP),
-            store_port=host.port,
-        )
-    for outcome in outcomes:
-        seconds, ends = outcome.value
+
+        def control(_processes):
+            assert signals.is_halted.wait(WAIT_S)
+            host.strike(number)
+            signals.is_struck.set()
+            try:
+                signals.all_ended.wait()
+            except threading.BrokenBarrierError as error:
+                raise AssertionError("some ranks have not ended") from error
+            if number == signal.SIGSTOP:
+                host.strike(signal.SIGCONT)
+            signals.is_thawed.set()
+
+        outcomes = run_ranks(worker, WORLD, str(folder), signals, *row, control=control, store_port=host.port)
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
+def test_a_store_whose_host_freezes_is_an_error_at_the_deadline_and_works_again_later(row, tmp_path):
+    found = run_and_strike(lose_and_find_the_store, signal.SIGSTOP, tmp_path, row)
+    for seconds, ends in found:
         assert seconds < BOUND_S
         assert ends[-1] == "saved", ends
-    for ends in zip(*(outcome.value[1] for outcome in outcomes), strict=True):
+    for ends in zip(*(ends for _, ends in found), strict=True):
         assert len({end == "saved" for end in ends}) == 1, ends  # all or nobody
 
 
-@pytest.mark.parametrize(("operation", "phase", "earlier_saves"), ROWS[1:])
-def test_a_store_whose_host_ends_is_an_error_at_once(operation, phase, earlier_saves, tmp_path):
-    with StoreHost() as host:
-        outcomes = run_ranks(
-            lose_the_store,
-            WORLD,
-            str(tmp_path),
-            operation,
-            phase,
-            earlier_saves,
-            control=strike(tmp_path, host, signal.SIGKILL),
-            store_port=host.port,
-        )
-    assert all(outcome.value < SOON_S for outcome in outcomes)
+@pytest.mark.parametrize("row", ROWS[1:], ids=lambda row: "-".join(map(str, row)))
+def test_a_store_whose_host_ends_is_an_error_at_once(row, tmp_path):
+    found = run_and_strike(lose_the_store, signal.SIGKILL, tmp_path, row)
+    assert all(seconds < SOON_S for seconds in found)

@@ -6,7 +6,6 @@ import pickle
 import re
 import subprocess
 import sys
-import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 import planner
 from planner import CoordinationConfig, CoordinationTimeout, GlooCoordinatedPlanner, GlooDistWrapper
 from planner.wire import frame
+from tests.support.faults import Gate
 from tests.support.ranks import run_ranks
 
 WEDGED = "tests.support.recording:recording"
@@ -158,18 +158,6 @@ def test_a_checkpoint_does_not_depend_on_the_switch(tmp_path):
         )
         assert stock == ours
         assert len(stock) == 4
-
-
-class Gate(dcp.FileSystemWriter):
-    """Holds the write until the test lets it go on."""
-
-    entered = threading.Event()
-    opened = threading.Event()
-
-    def write_data(self, plan, planner):
-        self.entered.set()
-        self.opened.wait()
-        return super().write_data(plan, planner)
 
 
 def switch_while_saving(rank, folder):

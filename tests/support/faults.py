@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -32,12 +31,16 @@ class Mute(Exception):
         raise RuntimeError("no words")
 
 
-def await_file(path, timeout=30.0):
-    """Wait until another process has made ``path``."""
-    until = time.monotonic() + timeout
-    while not path.exists():
-        assert time.monotonic() < until, f"{path} did not come in {timeout} s"
-        time.sleep(0.01)
+class Gate(dcp.FileSystemWriter):
+    """Holds the write until the test lets it go on; one in a process."""
+
+    entered = threading.Event()
+    opened = threading.Event()
+
+    def write_data(self, plan, planner):
+        self.entered.set()
+        assert self.opened.wait(60)
+        return super().write_data(plan, planner)
 
 
 KINDS = {

@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 TRIP_WIRE = "cuda:gloo"  # on a machine without CUDA: every object collective on the default group raises
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     ["torch.distributed.checkpoint", "torch.distributed.tensor", "planner", __name__]
 )
 
@@ -76,8 +76,8 @@ def run_ranks(
     folder = tempfile.mkdtemp(prefix="ranks-")
     pipes, processes = [], []
     for rank in range(world_size):
-        ours, theirs = _context.Pipe()
-        process = _context.Process(
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(
             target=_rank_main,
             args=(
                 worker.__module__,
