@@ -35,7 +35,7 @@ from planner.wire.plans import (
     make_plan,
 )
 from planner.wire.state import StateColumns, StateObjects
-from planner.wire.tensors import SizeCache
+from planner.wire.tensors import SizeTable
 
 __all__ = ["LocalPlans", "PendingItems", "PlanFrames", "Planned", "RememberedPlan", "build_own_plan"]
 
@@ -342,7 +342,7 @@ class PendingItems(Sequence[WriteItem]):
         schema, columns = self._outcome.local_plans[self._rank]
         kept = self._outcome.kept(self._rank).tolist()
         hints = self._outcome.hints(self._rank).tolist()
-        offsets = SizeCache().cut(columns.offsets, schema.num_dims.tolist())
+        offsets = SizeTable().cut(columns.offsets, schema.num_dims.tolist())
         keys: list[tuple[str, torch.Size | None, int | None]] = []
         for fqn, code, offset, old, new, is_kept in zip(
             schema.fqns, schema.type_codes.tolist(), offsets, columns.hints, hints, kept, strict=True

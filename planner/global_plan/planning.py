@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from planner.global_plan.dedup import dedup
@@ -26,7 +25,7 @@ from planner.wire.columns import Int64Column
 from planner.wire.gc_pause import paused_gc
 from planner.wire.mappings import MappingPath
 from planner.wire.plans import BYTE_IO_CODE, PlanSchema, encode_final_plan_columns, make_items, make_plan
-from planner.wire.state import BYTES, TENSOR, Layouts, StateColumns, StateObjects
+from planner.wire.state import BYTES, TENSOR, Layouts, StateColumns
 from planner.wire.tensors import FIELDS_ARE_KNOWN, PropertyValues
 
 __all__ = ["GlobalPlan", "RankPlan", "plan_globally"]
@@ -122,10 +121,6 @@ class GlobalPlan:
         self._entry_of_name = np.full(table.num_names, -1, dtype=np.int64)
         self._entry_of_name[layout.names] = np.arange(len(layout.names))
 
-    def __len__(self) -> int:
-        """Return the number of ranks."""
-        return len(self.local_plans)
-
     def kept(self, rank: int) -> BoolColumn:
         """Return which items of its local plan ``rank`` keeps; shape (num_items,), not to be changed."""
         return self._kept[self._starts[rank] : self._starts[rank + 1]]
@@ -197,11 +192,6 @@ class GlobalPlan:
     def planner_data(self) -> dict[str, MappingPath] | None:
         """Make the planner_data of the metadata, a new one at every call."""
         return self._merge_mappings() if self._merges_mappings else None
-
-    def build_metadata(self) -> Metadata:
-        """Make the metadata, a new one at every call; equal sizes in it are one object."""
-        with paused_gc():
-            return Metadata(StateObjects(self.state).build(), planner_data=self.planner_data())
 
     def _merge_mappings(self) -> dict[str, MappingPath]:
         """Return ``dict(ChainMap(*mappings))`` of all ranks, from one mapping of each schema."""

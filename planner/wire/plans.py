@@ -59,7 +59,7 @@ from planner.wire.tensors import (
     MAX_NUM_DIMS,
     PropertiesTable,
     PropertyValues,
-    SizeCache,
+    SizeTable,
     decode_properties_table,
     is_regular_index,
     is_regular_item,
@@ -440,7 +440,7 @@ def decode_schema(schema: bytes) -> PlanSchema:
         type_codes=type_codes,
         num_dims=num_dims,
         flat_sizes=flat_sizes,
-        sizes=list(SizeCache().cut(flat_sizes, num_dims.tolist())),
+        sizes=list(SizeTable().cut(flat_sizes, num_dims.tolist())),
         properties=properties,
         nbytes=nbytes,
         mapping=mapping,
@@ -527,15 +527,15 @@ def make_items(
         hints: index hints to give them in place of those they came with; shape (count,).
     """
     num_dims = schema.num_dims.tolist()
-    cache = SizeCache()
+    table = SizeTable()
     parts: Iterable[tuple[Any, ...]] = zip(
         schema.fqns,
         schema.types,
         schema.sizes,
         schema.properties,
         schema.nbytes,
-        cache.cut(columns.offsets, num_dims),
-        cache.cut(columns.sizes, num_dims),
+        table.cut(columns.offsets, num_dims),
+        table.cut(columns.sizes, num_dims),
         columns.hints if hints is None else hints,
         strict=True,
     )

@@ -45,7 +45,6 @@ __all__ = [
     "MAX_NUM_DIMS",
     "PropertiesTable",
     "PropertyValues",
-    "SizeCache",
     "SizeTable",
     "are_regular_properties",
     "decode_properties_table",
@@ -254,28 +253,8 @@ def decode_properties_table(tree: Any, *, path: str) -> list[PropertyValues]:
     return table
 
 
-class SizeCache:
-    """Makes ``torch.Size`` objects out of flat columns; equal ones are one object, they never change."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[tuple[int, ...], torch.Size] = {}
-
-    def cut(self, column: Int64Column, num_dims: list[int]) -> Iterator[torch.Size]:
-        """Yield one size after another, as long as ``num_dims`` says; together they are the column."""
-        flat = column.tolist()
-        sizes, start = self._sizes, 0
-        for length in num_dims:
-            end = start + length
-            key = tuple(flat[start:end])
-            size = sizes.get(key)
-            if size is None:
-                size = sizes[key] = torch.Size(key)
-            yield size
-            start = end
-
-
 class SizeTable(dict[tuple[int, ...], torch.Size]):
-    """``torch.Size`` objects by value, made when asked for, so that equal ones are one object."""
+    """``torch.Size`` objects by value, made when asked for: equal ones are one object, they never change."""
 
     def __missing__(self, key: tuple[int, ...]) -> torch.Size:
         size = self[key] = torch.Size(key)
@@ -285,3 +264,11 @@ class SizeTable(dict[tuple[int, ...], torch.Size]):
         """Return the rows of ``columns``, shape (num_dims, num_rows), as sizes."""
         rows = zip(*(column.tolist() for column in columns), strict=True) if len(columns) else [()] * num_rows
         return list(map(self.__getitem__, rows))
+
+    def cut(self, column: Int64Column, num_dims: list[int]) -> Iterator[torch.Size]:
+        """Yield one size after another, as long as ``num_dims`` says; together they are the column."""
+        flat, start = column.tolist(), 0
+        for length in num_dims:
+            end = start + length
+            yield self[tuple(flat[start:end])]
+            start = end

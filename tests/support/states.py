@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from planner.wire.state import StateObjects
 
 DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 
@@ -125,3 +128,8 @@ ALL = {
         nothing_at_all, scalars_and_bytes, other_key_order,
     )
 }  # fmt: skip
+
+
+def build_metadata(outcome):
+    """Return new metadata of a ``GlobalPlan``."""
+    return Metadata(StateObjects(outcome.state).build(), planner_data=outcome.planner_data())

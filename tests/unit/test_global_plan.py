@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from planner.global_plan import plan_globally
 from planner.wire.plans import decode_plan_columns, decode_schema, encode_final_plan, encode_plan, make_plan
 from tests import strategies
+from tests.support.states import build_metadata
 
 NAMES = ["a", "a.b", "model.layers.0.weight", "step", "z", "optim.state"]
 SHARD, TENSOR, BYTE_IO = WriteItemType.SHARD, WriteItemType.TENSOR, WriteItemType.BYTE_IO
@@ -259,8 +260,8 @@ def check_like_torch(plans, *, to_lowest_rank=False, flatten=True, shares=True):
         return None
     event("planned")
     final_plans, metadata = stock
-    assert len(ours) == len(final_plans)
-    assert metadata_fields(ours.build_metadata()) == metadata_fields(metadata)
+    assert len(ours.local_plans) == len(final_plans)
+    assert metadata_fields(build_metadata(ours)) == metadata_fields(metadata)
     for rank, final_plan in enumerate(final_plans):
         assert plan_fields(ours.build_plan(rank)) == plan_fields(final_plan)
         check_encoded(ours, rank, final_plan, make_plan(*columns[rank]))
@@ -531,14 +532,14 @@ def test_what_is_not_in_columns_is_left_to_torch():
 def test_equal_sizes_of_metadata_are_one_object_and_what_can_change_is_not():
     plans = short_dimension_world(2, 4, uneven=False, shuffled=False)
     ours = plan_globally(columnar(plans), to_lowest_rank=False, merges_mappings=True)
-    entries = list(ours.build_metadata().state_dict_metadata.values())
+    entries = list(build_metadata(ours).state_dict_metadata.values())
     assert all(type(entry) is TensorStorageMetadata for entry in entries)
     first, second = (entry.chunks for entry in entries)
     assert first[1].offsets is second[1].offsets
     assert first[0].sizes is first[1].sizes
     assert first[0] is not second[0]
     assert entries[0].properties is not entries[1].properties
-    assert ours.build_metadata() is not ours.build_metadata()
+    assert build_metadata(ours) is not build_metadata(ours)
 
 
 def test_stable_order_sorts_any_integers():

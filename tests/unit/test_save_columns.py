@@ -24,6 +24,7 @@ from planner.wire.metadata import decode_metadata, encode_metadata
 from planner.wire.plans import decode_final_plan, encode_plan
 from planner.wire.results import encode_results
 from tests import strategies
+from tests.support.states import build_metadata
 from tests.unit.test_global_plan import check_like_torch, tensor_item, worlds
 from tests.unit.test_wire_metadata import check_same
 
@@ -103,7 +104,7 @@ def test_results_and_metadata_are_those_of_the_general_way_also_when_remembered(
     metadata = on_columns[1]
     assert is_pending(metadata)
     finish(metadata, lists)
-    expected = outcome.build_metadata()
+    expected = build_metadata(outcome)
     finish(expected, results)
     check_same(metadata, expected)
 
@@ -213,7 +214,7 @@ def test_metadata_that_nobody_looked_at_travels_as_it_was_planned():
     assert is_pending(metadata)
     found = decode_metadata(parts)
     assert found.storage_data is None
-    check_same(found, planned.outcome.build_metadata())
+    check_same(found, build_metadata(planned.outcome))
 
 
 def test_what_is_made_shares_names_paths_and_offsets_and_so_pickles_smaller():
