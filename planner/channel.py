@@ -9,11 +9,11 @@ Keys, below one namespace for each (members, coordinator):
 
     epoch                 counter of epochs
     current               the epoch, and how those since the last success ended; written by the coordinator
-    given up              how many saves to a checkpoint ranks gave up while the coordinator was nowhere
+    given up              the checkpoints of saves that ranks gave up while the coordinator was nowhere
     hello/RANK            token of the latest life of that rank
     welcome/TOKEN         [epoch, save number], written by the coordinator, deleted by the rank
     life/RANK             a sign of life: [epoch, save number, counter, what it is doing]
-    s/EPOCH/SAVE/quit     there when a rank left that save without a verdict: why, in words
+    s/EPOCH/SAVE/quit     there when ranks left that save without a verdict: why the first did, in words
     s/EPOCH/SAVE/...      the exchanges of one save, see planner.exchange
     gloo/EPOCH/...        gloo's own rendezvous
 """
@@ -44,7 +44,7 @@ from planner.wire.frame import digest, pack, unpack
 __all__ = ["Channel", "open_channel"]
 
 _GIVEN_UP_KEY = "given up"
-_MAX_ENDS = 8  # that the record of the epoch holds
+_MAX_ENDS = 8  # of saves that were given up, in a record
 
 _logger = logging.getLogger(__name__)
 
@@ -96,23 +96,14 @@ class Channel:
         self._ends: list[_End] = []  # coordinator: since the last save that succeeded
         self._settled_epoch = 0  # of the last save that succeeded
         self._known_epochs: set[int] = set()  # since then, whose ends this rank has heard of or raised for
-        self._num_given_up = 0  # saves that this rank gave up while the coordinator was nowhere
-        self._num_to_raise = 0  # coordinator: how many such saves it has still to raise for
+        self._given_up: list[str] = []  # the checkpoints that this rank gave up, the coordinator nowhere
+        self._late_for: list[str] = []  # coordinator: those of them that it has still to raise for
         self._excused = False  # coordinator: it has raised for a save that was given up without it
 
     @property
     def is_current(self) -> bool:
         """Whether the job's process groups are still the ones this channel was made for."""
         return dist.is_initialized() and self._store_ref() is _get_default_store()
-
-    def require_current(self) -> None:
-        """Raise CoordinationError unless the job's process groups are still those of this channel."""
-        if not self.is_current:
-            raise CoordinationError(
-                "the job's process groups were destroyed, or made anew, while this waited for its turn",
-                ranks=[self.group_rank],
-                advice="wait for the futures of asynchronous saves before destroying process groups",
-            )
 
     @property
     def peers(self) -> list[int]:
@@ -141,29 +132,25 @@ class Channel:
         self.beat(0)
 
     def _enter_coordinator(self, checkpoint: str) -> None:
-        if self._num_to_raise:
-            self._num_to_raise -= 1
-            raise self._came_late(checkpoint)
-        if self.epoch == 0:
+        is_first = self.epoch == 0
+        if is_first:
             self.begin_epoch(None)
-            if num_given_up := self._take_given_up(checkpoint):
-                self._excused = True
-                self._num_to_raise = num_given_up - 1
-                raise self._came_late(checkpoint)
-        else:
+            self._late_for = self._take_given_up()
+        if checkpoint in self._late_for:
+            self._late_for.remove(checkpoint)
+            self._excused = True
+            raise self._came_late(checkpoint)
+        if not is_first:
             was_late = self.control.exists([self.save_key("quit", offset=1)])
             is_worn = self._group is not None and self._group.is_worn
             if was_late or is_worn or self.control.exists([self.save_key("quit")]):
                 self._renew(checkpoint, was_late=was_late)
         self.save_number += 1
 
-    def _take_given_up(self, checkpoint: str) -> int:
+    def _take_given_up(self) -> list[str]:
         record = self.control.read(_GIVEN_UP_KEY)
-        if record is None:
-            return 0
         self.control.delete([_GIVEN_UP_KEY])
-        number, given_up = unpack(record)
-        return int(number) if given_up == checkpoint else 0
+        return [] if record is None else [str(checkpoint) for checkpoint in unpack(record)]
 
     def _came_late(self, checkpoint: str) -> CoordinationTimeout:
         # Going on with a save that others have given up could mix two states in one checkpoint.
@@ -189,7 +176,7 @@ class Channel:
             self.control.put(verdict_key, encode_verdict(Moved()))
             return
         self._excused = True
-        self._num_to_raise = self._take_given_up(checkpoint)
+        self._late_for = self._take_given_up()
         error = self._came_late(checkpoint)
         self.begin_epoch(error, [rank for rank in self.peers if rank not in envelopes])
         self.control.put(verdict_key, encode_verdict(Abort(error=error.to_fields())))
@@ -219,7 +206,7 @@ class Channel:
     def _follow(self, checkpoint: str, deadline: Deadline) -> None:
         if self._left_key and self._read_current().epoch == self.epoch:
             # Again, as the store may have been out of reach then.
-            self.control.put(self._left_key, f"group rank {self.group_rank} left this save".encode())
+            self.control.put_first(self._left_key, f"group rank {self.group_rank} left this save".encode())
             self.litter.append(self._left_key)
             if not self.control.wait_until(
                 lambda: self._read_current().epoch != self.epoch, tick=lambda: not deadline.is_over
@@ -243,8 +230,8 @@ class Channel:
                 raise end.error
 
     def _coordinator_missing(self, checkpoint: str, deadline: Deadline) -> CoordinationTimeout:
-        self._num_given_up += 1
-        self.control.put(_GIVEN_UP_KEY, pack([self._num_given_up, checkpoint]))
+        self._given_up = [*self._given_up[1 - _MAX_ENDS :], checkpoint]
+        self.control.put(_GIVEN_UP_KEY, pack(self._given_up))
         return CoordinationTimeout(
             "the coordinator never entered",
             phase="enter",
@@ -321,14 +308,15 @@ class Channel:
         self.close_group()
         self._left_key = quit_key
         self.note_abort()
-        self.control.put(quit_key, f"group rank {self.group_rank}: {reason}".encode(errors="replace"))
+        self.control.put_first(quit_key, f"group rank {self.group_rank}: {reason}".encode(errors="replace"))
 
     def succeeded(self) -> None:
         """Note that a save ended well."""
         self._settled_epoch = self.epoch
         self._known_epochs.clear()
         self._ends.clear()
-        self._num_given_up = 0
+        self._given_up.clear()
+        self._late_for.clear()
         self._excused = False
 
     def take_litter(self) -> list[str]:

@@ -176,6 +176,10 @@ class ControlPlane:
         # The stub knows only str; bytes are taken as they are.
         self._ask(lambda store: store.set(key, value))  # type: ignore[arg-type]
 
+    def put_first(self, key: str, value: bytes) -> None:
+        """Set ``key`` unless it exists: of several ranks the first is heard."""
+        self._ask(lambda store: store.compare_set(key, "", value))  # type: ignore[arg-type]  # as for put
+
     def put_many(self, values: dict[str, bytes]) -> None:
         """Set many keys in one request."""
         if values:
@@ -196,7 +200,8 @@ class ControlPlane:
     def present(self, keys: Sequence[str]) -> list[bool]:
         """Return for each of ``keys`` whether it exists.
 
-        Takes one request to the store when all do, and otherwise few more than ten for each that does not.
+        Takes one request to the store when all do. Each that does not costs a few tens more at most, and
+        little more than one where most do not.
         """
         return self._ask(lambda store: _find_present(store, list(keys)))
 

@@ -117,9 +117,8 @@ class GlooDistWrapper(_DistWrapper):
         self._final_plans: dict[int, SavePlan] = {}  # what each rank was sent
         self._local_plans: LocalPlans | None = None  # in columns, where planning may go on them
         self._plans_digest = b""  # of what all ranks sent for them
-        self._planned: Planned | None = (
-            None  # what planning came to, where all final plans are as it made them
-        )
+        # What planning came to, where all final plans are as it made them.
+        self._planned: Planned | None = None
 
     # -- the whole of one save or load -------------------------------------------------------------
 
@@ -129,7 +128,9 @@ class GlooDistWrapper(_DistWrapper):
         Args:
             reserved: a turn, and the channel that it was taken from; None to take one now.
         """
-        if self.use_dist:
+        # A turn is of a save by several ranks. Without process groups by now DCP takes this process for a job
+        # of one, which would write its own part over those of the others: entering raises then.
+        if self.use_dist or reserved is not None:
             self._session = self._new_exchange(reserved).__enter__()
 
     def end(self, error: BaseException | None) -> SaveReport:

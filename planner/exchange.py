@@ -47,7 +47,15 @@ from planner.errors import (
 )
 from planner.group import GlooGroup
 from planner.report import PhaseReport, SaveReport
-from planner.transport import gather, receive_headed, scatter, send_headed, send_parts
+from planner.transport import (
+    ADVICE_OUT_OF_REACH,
+    gather,
+    is_out_of_reach,
+    receive_headed,
+    scatter,
+    send_headed,
+    send_parts,
+)
 from planner.wire.envelope import (
     Abort,
     Done,
@@ -164,7 +172,12 @@ class Exchange:
         self._start = time.monotonic()
         try:
             self._await_turn(deadline)
-            self._channel.require_current()
+            if not self._channel.is_current:
+                raise CoordinationError(
+                    "the job's process groups were destroyed, or made anew, while this waited for its turn",
+                    ranks=[self._channel.group_rank],
+                    advice="wait for the futures of asynchronous saves before destroying process groups",
+                )
             self._control.patience = self._config.plan_timeout
             deadline.restart()
             self._enter_epoch(deadline)
@@ -340,7 +353,7 @@ class Exchange:
                 else "only what saves send is remembered"
             )
         if not self._misses:
-            return "hit"
+            return "hit" if self._phase.remembered_nbytes else "off: nothing travels in this phase"
         return "miss: " + ("first save of this process" if self._is_first else "; ".join(self._misses))
 
     @contextmanager
@@ -877,8 +890,11 @@ class Exchange:
         if failures:
             self._abort_frames(self._identity.phase, failures)
         described = self._describe_like(error)
-        if (reason := self._control.read(f"{self._base}quit")) is not None:
-            described.details |= {"meanwhile": reason[:400].decode(errors="replace")}
+        if (data := self._control.read(f"{self._base}quit")) is not None:
+            reason = data[:400].decode(errors="replace")
+            described.details |= {"meanwhile": reason}
+            if is_out_of_reach(reason):
+                described.advice = ADVICE_OUT_OF_REACH
         self._abort(described)
 
     def _read_failures(self, number: int) -> dict[int, bytes]:

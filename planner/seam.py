@@ -77,10 +77,6 @@ def _choose_dist_wrapper(
         mode_of=_mode_of,
     )
     call.planner.has_begun = True
-    if call.planner.reserved is not None and not use_dist:
-        # DCP takes a process without process groups for a job of one, which would write its own part over
-        # those of the others.
-        call.planner.reserved[0].require_current()
     call.wrapper.begin(call.planner.reserved)
     _expect_world(call.planner, group, use_dist=use_dist)
     _await_planner(call)
@@ -283,6 +279,7 @@ def find_problems() -> list[str]:
     for owner, name in (
         (dist.distributed_c10d, "_get_default_store"),
         (Store, "clone"),
+        (Store, "compare_set"),
         (Store, "multi_set"),
         (Store, "check"),
         (Store, "multi_get"),

@@ -20,17 +20,30 @@ from planner.control import Deadline
 from planner.errors import TransportError
 from planner.group import GlooGroup
 
-__all__ = ["gather", "receive_headed", "scatter", "send_headed", "send_parts"]
+__all__ = [
+    "ADVICE_OUT_OF_REACH",
+    "gather",
+    "is_out_of_reach",
+    "receive_headed",
+    "scatter",
+    "send_headed",
+    "send_parts",
+]
 
 _HEADER = struct.Struct("<4sQI")  # magic, size in bytes, checksum of the two
 _MAGIC = b"GCPH"
 _FOREVER_S = 10 * 365 * 86400.0
 _ADVICE_LOST = "look at that rank's own log: it was probably killed, frozen or cut off"
-_ADVICE_OUT_OF_REACH = (
+ADVICE_OUT_OF_REACH = (
     "see whether that rank is there, and whether the coordinator's host reaches it at this address; "
     "GLOO_SOCKET_IFNAME chooses the interface, on every rank"
 )
 _WINDOW = 64  # ranks that receives are posted for at a time
+
+
+def is_out_of_reach(reason: str) -> bool:
+    """Whether gloo says, on this rank or another, that one rank could not connect to another."""
+    return "timed out connecting" in reason
 
 
 def send_parts(
@@ -191,5 +204,5 @@ class _Posts:
         raise TransportError(
             f"{doing} group rank {rank} {nbytes:,} bytes over gloo failed: {reason}",
             ranks=[rank],
-            advice=_ADVICE_OUT_OF_REACH if "connecting" in reason else _ADVICE_LOST,
+            advice=ADVICE_OUT_OF_REACH if is_out_of_reach(reason) else _ADVICE_LOST,
         )

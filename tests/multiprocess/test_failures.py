@@ -242,8 +242,8 @@ def numbered(number):
     }
 
 
-def come_late(rank, folder, late, num_missed, num_earlier):
-    """Make the same saves to one place on all ranks; one rank comes when the others are ahead by some."""
+def come_late(rank, folder, late, num_missed, num_earlier, place):
+    """Make the same saves on all ranks; one rank comes when the others are ahead by some."""
     store = dist.distributed_c10d._get_default_store()
     for number in range(num_earlier):
         save(rank, f"{folder}/earlier{number}")
@@ -251,20 +251,20 @@ def come_late(rank, folder, late, num_missed, num_earlier):
         while store.add("gave up", 0) < (WORLD - 1) * num_missed:
             pass
     for number in range(num_missed + 1):
-        state = numbered(number)
+        state, where = numbered(number), f"{folder}/{place.format(number)}"
         if number < num_missed:
             with pytest.raises(CoordinationTimeout) as caught:
-                dcp.save(state, checkpoint_id=f"{folder}/same", planner=GlooCoordinatedPlanner(config=SHORT))
+                dcp.save(state, checkpoint_id=where, planner=GlooCoordinatedPlanner(config=SHORT))
             assert list(caught.value.ranks) == [late]
-            assert not Path(folder, "same", ".metadata").exists()
+            assert not Path(where, ".metadata").exists()
             store.add("gave up", 1)
         else:
-            dcp.save(state, checkpoint_id=f"{folder}/same", planner=GlooCoordinatedPlanner(config=SHORT))
+            dcp.save(state, checkpoint_id=where, planner=GlooCoordinatedPlanner(config=SHORT))
     while store.add("saved", 0 if store.check([f"saved{rank}"]) else 1) < WORLD:
         store.set(f"saved{rank}", "1")
     target = {name: torch.zeros_like(value) for name, value in numbered(0).items()}
     target |= {f"own{peer}": torch.zeros(2) for peer in range(WORLD)}
-    dcp.load(target, checkpoint_id=f"{folder}/same", no_dist=True)
+    dcp.load(target, checkpoint_id=where, no_dist=True)
     assert {float(value[0]) for value in target.values()} == {float(num_missed)}  # one state, not two
 
 
@@ -274,8 +274,13 @@ def come_late(rank, folder, late, num_missed, num_earlier):
 def test_a_rank_that_comes_after_the_others_gave_up_does_not_join_a_save_that_is_not_its_own(
     late, num_missed, num_earlier, tmp_path
 ):
-    outcomes = run_ranks(come_late, WORLD, str(tmp_path), late, num_missed, num_earlier)
+    outcomes = run_ranks(come_late, WORLD, str(tmp_path), late, num_missed, num_earlier, "same")
     assert outcomes[late].seconds < 30
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_late_by_saves_to_places_of_their_own_raises_for_each_and_spoils_no_other(late, tmp_path):
+    run_ranks(come_late, WORLD, str(tmp_path), late, 2, 1, "place{}")
 
 
 def be_late_once(rank, folder, late):

@@ -67,8 +67,8 @@ def be_out_of_reach(rank, folder):
             save(rank, f"{folder}/cut-off")
     seconds = time.monotonic() - start
     assert list(caught.value.ranks) == [1]
-    assert "127.0.0.1" in str(caught.value)
-    assert "GLOO_SOCKET_IFNAME" in str(caught.value)
+    assert "127.0.0.1" in str(caught.value), str(caught.value)
+    assert "GLOO_SOCKET_IFNAME" in str(caught.value), str(caught.value)
     store = dist.distributed_c10d._get_default_store()
     store.add("ended", 1)
     while store.add("ended", 0) < WORLD:
@@ -80,7 +80,7 @@ def be_out_of_reach(rank, folder):
 def test_a_rank_at_an_address_that_cannot_be_reached_is_named_on_all_ranks(tmp_path):
     probe = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({CLONE_NEWNET}))"
     if subprocess.run([sys.executable, "-c", probe], check=False).returncode:
-        pytest.skip("this user may not make a network namespace")
+        pytest.skip("cutting a rank off takes a network namespace, which only root may make: run it as root")
     outcomes = run_ranks(be_out_of_reach, WORLD, str(tmp_path))
     assert max(outcome.value for outcome in outcomes) < CONFIG.plan_timeout.total_seconds() + 8
     assert (tmp_path / "after" / ".metadata").exists()

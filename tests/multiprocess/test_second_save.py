@@ -356,6 +356,18 @@ def save_without_memory(rank, folder):
     assert memory._nbytes <= 100
 
 
+def save_without_collectives(rank, folder):
+    planner = GlooCoordinatedPlanner()
+    dcp.save(model(rank), checkpoint_id=folder, planner=planner, use_collectives=False)
+    return [phase.reuse for phase in planner.report.phases]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_phase_in_which_nothing_travels_claims_no_hit(tmp_path):
+    for outcome in run_ranks(save_without_collectives, 2, str(tmp_path)):
+        assert outcome.value == ["off: nothing travels in this phase"]
+
+
 def test_memory_can_be_turned_off_and_is_bounded(tmp_path):
     run_ranks(save_without_memory, WORLD, str(tmp_path), timeout=150)
 
