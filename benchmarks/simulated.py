@@ -33,6 +33,7 @@ from worlds import World, local_plan_of
 from planner import GlooCoordinatedPlanner
 from planner.exchange import Exchange
 from planner.global_plan import plan_globally
+from planner.plain_finish import Finish
 from planner.turns import Turns
 from planner.wire.envelope import Envelope, Identity, decode_verdict
 from planner.wire.frame import Kind, digest
@@ -381,10 +382,9 @@ def save_as(side: str, rank: int, world: World, sent: Sent, replies: Replies) ->
         if side == OURS:
             link = _Link(rank, sent, replies, number, watch)
             patched = _ours_patched(link)
-        # Patched where it is: a writer with a finish of its own might change what it is given.
-        finish = mock.patch.object(
-            FileSystemWriter, "finish", watch.around("finish", FileSystemWriter.finish)
-        )
+        # Ours stands in for the writer's own, which is known by being that very function.
+        owner, name = (Finish, "__call__") if side == OURS else (FileSystemWriter, "finish")
+        finish = mock.patch.object(owner, name, watch.around("finish", getattr(owner, name)))
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, patched, finish:
             writer = NullWriter(folder, watch)
             with watch.span("coordination"):

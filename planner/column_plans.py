@@ -131,7 +131,6 @@ class Planned:
         self.remembered = remembered
         self.metadata = make_metadata_later(self._build_metadata)
         """That of this save, made when looked at."""
-        self._made: Metadata | None = None
 
     @cached_property
     def outcome(self) -> GlobalPlan | None:
@@ -166,24 +165,14 @@ class Planned:
         """What makes its objects."""
         return StateObjects(self.state)
 
-    def _build_metadata(self) -> Metadata:
+    def planner_data(self) -> Any:
+        """Make the planner_data of the metadata, a new one at every call."""
         part = self._read_state_part
-        with paused_gc():
-            planner_data = self._expect_outcome().planner_data() if part is None else part.planner_data()
-            self._made = Metadata(self.objects.build(), planner_data=planner_data)
-        return self._made
+        return self._expect_outcome().planner_data() if part is None else part.planner_data()
 
-    def is_as_made(self, metadata: Metadata) -> bool:
-        """Whether ``metadata`` has the very state_dict_metadata and planner_data made for this save."""
-        made = self._made
-        return (
-            metadata is self.metadata
-            and made is not None
-            and type(metadata) is Metadata
-            and list(vars(metadata)) == list(vars(made))
-            and metadata.state_dict_metadata is made.state_dict_metadata
-            and metadata.planner_data is made.planner_data
-        )
+    def _build_metadata(self) -> Metadata:
+        with paused_gc():
+            return Metadata(self.objects.build(), planner_data=self.planner_data())
 
     def num_kept(self, rank: int) -> int:
         """Return how many items ``rank`` keeps."""

@@ -20,7 +20,8 @@ from planner.column_plans import LocalPlans, PendingItems, PlanFrames, Planned, 
 from planner.config import CoordinationConfig
 from planner.errors import UnencodableError, WireError
 from planner.exchange import Exchange, Local, PeerFailures, Reply
-from planner.lazy_metadata import is_pending, look_at, read_metadata_later
+from planner.lazy_metadata import is_pending, look_at, read_metadata_later, remake_later
+from planner.plain_finish import Finish
 from planner.report import SaveReport
 from planner.save_columns import DamagedResults, ResultLists, read_results
 from planner.wire.frame import digest
@@ -33,6 +34,7 @@ from planner.wire.messages import (
     is_plan,
     is_results,
 )
+from planner.wire.metadata import decode_metadata
 from planner.wire.plans import PlanSchema, encode_plan
 
 __all__ = ["GlooDistWrapper"]
@@ -70,7 +72,8 @@ class GlooDistWrapper(_DistWrapper):
             the coordinator's word counts.
         is_pure: whether the global step is known not to change plans in place; the coordinator's word
             counts.
-        finishes_plainly: whether the storage finishes as DCP's own does; the coordinator's word counts.
+        plain_finish: makes the finish of a storage that finishes as DCP's own does, or None for any other;
+            the coordinator's counts.
         mode_of: given a step's local function after it has run, what must be the same on all ranks.
 
     Raises:
@@ -88,7 +91,7 @@ class GlooDistWrapper(_DistWrapper):
         config: CoordinationConfig | None = None,
         leaves_plans: Callable[[], bool] = lambda: False,
         is_pure: Callable[[], bool] = lambda: False,
-        finishes_plainly: Callable[[], bool] = lambda: False,
+        plain_finish: Callable[[ResultLists], Finish | None] = lambda _: None,
         mode_of: Callable[[Callable[[], Any]], str] = lambda _: "",
     ) -> None:
         if use_dist and dist.get_rank(group) < 0:
@@ -105,7 +108,7 @@ class GlooDistWrapper(_DistWrapper):
         self._config = config or CoordinationConfig()
         self._leaves_plans = leaves_plans
         self._is_pure = is_pure
-        self._finishes_plainly = finishes_plainly
+        self._plain_finish = plain_finish
         self._mode_of = mode_of
         self._world_size = num_members
         # With one member the stock class's local branches are all there is to do.
@@ -315,11 +318,15 @@ class GlooDistWrapper(_DistWrapper):
         def finish(results: ResultLists, reduce_fun: Callable[[list[Any]], Any]) -> Sequence[bytes]:
             """Have the storage finish, and encode what it returns, from columns if those are sure to hold."""
             nonlocal result
-            is_plain = self._finishes_plainly() and is_pending(results.planned.metadata)
-            with exchange.working(), paused_gc() if is_plain else nullcontext():
-                result = reduce_fun(results if is_plain else list(results))  # type: ignore[arg-type]
-            parts = results.encode_metadata(result, strict=strict) if is_plain or is_pending(result) else None
-            if parts is None:
+            planned = results.planned.metadata
+            plain = self._plain_finish(results)
+            with exchange.working(), plain.in_place() if plain else nullcontext():
+                result = reduce_fun(list(results) if plain is None else results)  # type: ignore[arg-type]
+            rest = None if plain is None else plain.written
+            parts = results.encode_metadata(rest, strict=strict) if is_pending(planned) else None
+            if parts is not None and rest is not None:
+                remake_later(planned, lambda: decode_metadata(parts))
+            if parts is None or result is not planned:
                 exchange.miss("the storage or the planner may have changed the metadata")
                 return encode_reply(look_at(result), path=step, strict=strict)
             if results.storage_part is not None and not results.is_remembered:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from planner.wire.frame import decode_frame, kind_of
 from planner.wire.metadata import decode_metadata
 
-__all__ = ["is_pending", "look_at", "make_metadata_later", "read_metadata_later"]
+__all__ = ["is_pending", "look_at", "make_metadata_later", "read_metadata_later", "remake_later"]
 
 
 class _PendingMetadata(Metadata):
@@ -70,6 +70,15 @@ def _make(pending: Metadata) -> None:
 def make_metadata_later(make: Callable[[], Metadata]) -> Metadata:
     """Return metadata that ``make`` makes, a new one, once it is looked at."""
     return _PendingMetadata(make)
+
+
+def remake_later(metadata: Metadata, make: Callable[[], Metadata]) -> None:
+    """Have ``metadata``, which is pending, become what ``make`` makes instead."""
+    with _making:
+        if type(metadata) is _PendingMetadata:
+            object.__setattr__(metadata, "make", make)
+            return
+    vars(metadata).update(vars(make()))  # another thread has looked at it just now
 
 
 def is_pending(metadata: object) -> bool:

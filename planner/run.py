@@ -33,7 +33,9 @@ def run(options: argparse.Namespace) -> int:
     if options.is_module:
         runpy.run_module(options.target, run_name="__main__", alter_sys=True)
     else:
-        if not sys.flags.safe_path:  # as for `python script.py`; so far it is the working directory
+        if not getattr(
+            sys.flags, "safe_path", False
+        ):  # new in Python 3.11. As for `python script.py`; so far it is the working directory
             sys.path[0] = os.path.dirname(os.path.realpath(options.target))  # noqa: PTH120 - as python does it
         runpy.run_path(options.target, run_name="__main__")
     return 0

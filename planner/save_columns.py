@@ -6,44 +6,24 @@ result is no plain one, where somebody else may have changed the metadata, where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from planner.column_plans import Planned
 from planner.errors import WireError
-from planner.known_code import are_known, names
-from planner.lazy_metadata import is_pending
+from planner.metadata_file import can_write, metadata_pieces
 from planner.wire.columns import Int64Column
 from planner.wire.gc_pause import paused_gc
 from planner.wire.metadata import decode_storage_part, encode_head, encode_storage_part, with_state_part
 from planner.wire.results import ResultColumns, decode_result_columns
 from planner.wire.storage import StorageColumns
 from planner.wire.storage_infos import join_storage_infos
-from planner.wrapping import is_inherited
 
-__all__ = ["DamagedResults", "ResultLists", "is_plain_finish", "read_results"]
-
-# All names in DCP's own FileSystemWriter.finish, torch 2.9 to 2.15. It gives metadata a new storage_data made
-# of the results, a storage_meta and a version, and changes nothing else; one with other names might.
-_NAMES_OF_FINISH = names(
-    """
-    AttributeError CURRENT_DCP_VERSION Path UnsupportedOperation _get_metadata_path _metadata_fn cast
-    concat_path create_stream dump exists fileno fs fsync index os path pickle rank rename rm_file
-    storage_data storage_meta sync sync_files update use_collectives version
-    """
-)
-_IS_FINISH_KNOWN = are_known({"finish": _NAMES_OF_FINISH}, (FileSystemWriter.finish, filesystem))
-
-
-def is_plain_finish(storage: Any) -> bool:
-    """Whether ``storage`` finishes a save as DCP's ``FileSystemWriter`` does, which looks at results once."""
-    return _IS_FINISH_KNOWN and is_inherited(storage, "finish", FileSystemWriter)
+__all__ = ["DamagedResults", "ResultLists", "read_results"]
 
 
 class DamagedResults(Exception):  # noqa: N818 - carries what is wrong with the results of others
@@ -195,32 +175,41 @@ class ResultLists(Sequence[list[WriteResult]]):
     def __iter__(self) -> Iterator[list[WriteResult]]:
         return map(self.build, range(len(self)))
 
-    def encode_metadata(self, metadata: Metadata, *, strict: bool) -> tuple[bytes, ...] | None:
-        """Encode ``metadata`` as ``wire.metadata.encode_metadata`` does, without a look at what is in it.
+    def can_write_metadata(self) -> bool:
+        """Whether ``metadata_pieces`` may be called."""
+        planned = self.planned
+        return planned.state_part is not None and can_write(planned.state, self._storage)
 
-        Only for the metadata of ``planned`` that nobody has looked at, or nobody before a plain finish made
-        its storage_data of these results.
+    def metadata_pieces(self, rest: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield in pieces the pickle of the metadata that was planned, with a storage_data of these results.
+
+        Args:
+            rest: all its attributes in their order; the values of those that were planned do not matter.
+        """
+        attributes = {**rest, "planner_data": self.planned.planner_data()}
+        return metadata_pieces(self.planned.state, self._storage, attributes)
+
+    def encode_metadata(self, rest: Metadata | None, *, strict: bool) -> tuple[bytes, ...] | None:
+        """Encode the metadata that was planned, as ``wire.metadata.encode_metadata`` does.
+
+        Args:
+            rest: what else the storage put into it, beside a storage_data of these results; None for nothing
+                at all.
+            strict: refuse what only pickle can carry.
 
         Returns:
-            Its parts; None where ``metadata`` is not, or may not be, what was planned with these results.
+            Its parts; None where it does not go on columns.
 
         Raises:
             UnencodableError: its storage_meta cannot travel.
         """
         planned = self.planned
         state_part = planned.state_part
-        if state_part is None or metadata is not planned.metadata:
+        if state_part is None:
             return None
-        if is_pending(metadata):
+        if rest is None:
             return with_state_part(state_part, Metadata({}), strict=strict)
-        storage_data = metadata.storage_data
-        if (
-            not planned.is_as_made(metadata)
-            or type(storage_data) is not dict
-            or len(storage_data) != self._bounds[-1]  # else two results have one key
-        ):
-            return None
         if self.storage_part is None:
             self.storage_part = encode_storage_part(self._storage, planned.state)
-        head = encode_head(metadata, state_part, self.storage_part, strict=strict)
+        head = encode_head(rest, state_part, self.storage_part, strict=strict)
         return (state_part, self.storage_part, head)

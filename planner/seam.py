@@ -31,7 +31,7 @@ from planner import async_save, names, switch
 from planner.coordinated import Coordinated
 from planner.dist_wrapper import GlooDistWrapper
 from planner.errors import CoordinationError, CoordinationMismatch, UnsupportedTorchError
-from planner.save_columns import is_plain_finish
+from planner.plain_finish import plain_finish_of
 
 __all__ = ["check", "find_problems", "install"]
 
@@ -73,7 +73,7 @@ def _choose_dist_wrapper(
         config=call.planner.config,
         leaves_plans=lambda: call.planner.leaves_plans(call.storage),
         is_pure=lambda: call.planner.is_pure(call.storage),
-        finishes_plainly=lambda: is_plain_finish(call.storage),
+        plain_finish=lambda results: plain_finish_of(call.storage, results),
         mode_of=_mode_of,
     )
     call.planner.has_begun = True

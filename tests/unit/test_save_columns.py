@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,13 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+import planner.metadata_file
+import planner.plain_finish
 from planner.column_plans import LocalPlans, PlanFrames
 from planner.lazy_metadata import is_pending
-from planner.save_columns import DamagedResults, is_plain_finish, read_results
+from planner.plain_finish import plain_finish_of
+from planner.save_columns import DamagedResults, read_results
 from planner.wire.metadata import decode_metadata, encode_metadata
 from planner.wire.plans import decode_final_plan, encode_plan
 from planner.wire.results import encode_results
@@ -101,24 +113,75 @@ def test_results_and_metadata_are_those_of_the_general_way_also_when_remembered(
         assert outcome.bytes_have_hints or is_odd
         return
     check_results(lists, results)
-    metadata = on_columns[1]
-    assert is_pending(metadata)
-    finish(metadata, lists)
+    assert is_pending(on_columns[1])
     expected = build_metadata(outcome)
     finish(expected, results)
-    check_same(metadata, expected)
-
-    parts = lists.encode_metadata(metadata, strict=True)
     keys = [result.index for own in results for result in own]
-    assert (parts is None) == (len(set(keys)) < len(keys))
-    if parts is None:
+    assert lists.can_write_metadata() == (len(set(keys)) == len(keys))
+    if not lists.can_write_metadata():
         return
-    check_same(decode_metadata(parts), metadata)
-    check_same(decode_metadata(encode_metadata(metadata, strict=True)), metadata)
+    check_written(lists, expected)
+
+    parts = lists.encode_metadata(expected, strict=True)
+    check_same(decode_metadata(parts), expected)
+    check_same(decode_metadata(encode_metadata(expected, strict=True)), expected)
     remembered = local.to_remember(given_plans, frames)
     assert (remembered is None) == any(own.storage_data is not None for own in plans)
     if remembered is not None:
         check_second(plans, remembered, frames, result_frames, results, parts)
+
+
+def check_written(lists, expected):
+    """Check that what is pickled from columns reads as if its objects had been made and pickled."""
+    stock = pickle.dumps(expected)
+    expected = pickle.loads(stock)
+    written = b"".join(lists.metadata_pieces(vars(expected)))
+    with (
+        mock.patch.object(planner.metadata_file, "_NUM_RECORDS", 3),
+        mock.patch.object(planner.metadata_file, "_PIECE_NBYTES", 100),
+    ):
+        in_small_pieces = b"".join(lists.metadata_pieces(vars(expected)))
+    assert looked_up(written) <= looked_up(stock) | CLASSES
+    for data in (written, in_small_pieces):
+        for load in (pickle.loads, pickle._loads):  # in C, and in Python
+            found = load(data)
+            check_same(found, expected)
+            check_unshared(found)
+
+
+# Looked up also where there are none of these objects.
+CLASSES = {
+    *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata),
+    *(_StorageInfo, torch.Size),
+}
+
+
+def looked_up(data):
+    """Return what a pickle looks up by name."""
+    found = set()
+
+    class Noting(pickle.Unpickler):
+        def find_class(self, module, name):
+            value = super().find_class(module, name)
+            found.add(value)
+            return value
+
+    Noting(io.BytesIO(data)).load()
+    return found
+
+
+def check_unshared(metadata):
+    """Check that no two places have one object that somebody might change."""
+    entries = list(metadata.state_dict_metadata.values())
+    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    chunks = [chunk for entry in tensors for chunk in entry.chunks]
+    infos = list(metadata.storage_data.values())
+    lists = [info.transform_descriptors for info in infos if info.transform_descriptors is not None]
+    for objects in (
+        *(entries, [entry.properties for entry in tensors], [entry.chunks for entry in tensors]),
+        *(chunks, infos, lists, list(metadata.storage_data)),
+    ):
+        assert len(set(map(id, objects))) == len(objects)
 
 
 def storage_of(result):
@@ -145,10 +208,13 @@ def check_second(plans, remembered, frames, result_frames, results, parts):
     assert local.to_remember(given_plans, again) == remembered
     lists = read_results(local.planned, result_frames, b"digest", parts[1])
     check_results(lists, results)
-    finish(metadata, lists)
-    found = lists.encode_metadata(metadata, strict=True)
+    rest = Metadata({})
+    finish(rest, [])
+    found = lists.encode_metadata(rest, strict=True)
     assert found == parts
     assert found[0] is parts[0]
+    finish(metadata, lists)
+    check_written(lists, metadata)
     # Nothing so far had to plan again; what looks inside has, and finds the same.
     assert "outcome" not in vars(local.planned)
     assert [list(own.items) for own in final_plans] == [
@@ -180,37 +246,9 @@ def small():
     return local.planned, metadata, frames
 
 
-CHANGES = {
-    "another state": lambda metadata: setattr(metadata, "state_dict_metadata", {}),
-    "another planner_data": lambda metadata: setattr(metadata, "planner_data", dict(metadata.planner_data)),
-    "another storage_data": lambda metadata: metadata.storage_data.popitem(),
-    "no storage_data": lambda metadata: setattr(metadata, "storage_data", None),
-    "one attribute less": lambda metadata: delattr(metadata, "version"),
-    "one attribute more": lambda metadata: setattr(metadata, "more", 1),
-    "another class": lambda metadata: setattr(metadata, "__class__", type("Own", (Metadata,), {})),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_metadata_that_is_not_as_it_was_made_is_not_encoded_from_columns(change):
-    planned, metadata, frames = small()
-    lists = read_results(planned, frames, b"", None)
-    finish(metadata, lists)
-    CHANGES[change](metadata)
-    assert lists.encode_metadata(metadata, strict=True) is None
-
-
-def test_metadata_of_another_save_is_not_encoded_from_columns():
-    planned, _, frames = small()
-    lists = read_results(planned, frames, b"", None)
-    _, other, _ = small()
-    finish(other, lists)
-    assert lists.encode_metadata(other, strict=True) is None
-
-
 def test_metadata_that_nobody_looked_at_travels_as_it_was_planned():
     planned, metadata, frames = small()
-    parts = read_results(planned, frames, b"", None).encode_metadata(metadata, strict=True)
+    parts = read_results(planned, frames, b"", None).encode_metadata(None, strict=True)
     assert is_pending(metadata)
     found = decode_metadata(parts)
     assert found.storage_data is None
@@ -273,15 +311,94 @@ class OwnMeta(dcp.FileSystemWriter):
         return None
 
 
-def test_only_dcps_own_finish_is_known(tmp_path):
-    assert is_plain_finish(dcp.FileSystemWriter(tmp_path))
-    assert is_plain_finish(OwnMeta(tmp_path))
-    assert not is_plain_finish(OwnFinish(tmp_path))
-    assert not is_plain_finish(HuggingFaceStorageWriter(str(tmp_path)))
+def test_only_dcps_own_finish_is_known(tmp_path, monkeypatch):
+    assert plain_finish_of(dcp.FileSystemWriter(tmp_path), None)
+    assert plain_finish_of(OwnMeta(tmp_path), None)
+    assert plain_finish_of(OwnFinish(tmp_path), None) is None
+    assert plain_finish_of(HuggingFaceStorageWriter(str(tmp_path)), None) is None
     patched = dcp.FileSystemWriter(tmp_path)
     patched.finish = lambda metadata, results: None
-    assert not is_plain_finish(patched)
-    assert not is_plain_finish(None)
+    assert plain_finish_of(patched, None) is None
+    assert plain_finish_of(None, None) is None
+    monkeypatch.setattr(dcp.FileSystemWriter, "finish", lambda self, metadata, results: None)
+    assert plain_finish_of(dcp.FileSystemWriter(tmp_path), None) is None
+
+
+def finish_in_place(writer, metadata, lists):
+    plain = plain_finish_of(writer, lists)
+    with plain.in_place():
+        writer.finish(metadata=metadata, results=lists)
+    assert "finish" not in vars(writer)
+    return plain.written, pickle.loads((writer.path / ".metadata").read_bytes())
+
+
+def test_a_plain_writer_writes_the_file_that_it_writes_by_itself(tmp_path):
+    planned, metadata, frames = small()
+    lists = read_results(planned, frames, b"", None)
+    stock = dcp.FileSystemWriter(tmp_path / "stock")
+    expected = build_metadata(planned.outcome)
+    ours = dcp.FileSystemWriter(tmp_path / "ours")
+    for writer in (stock, ours):
+        writer.storage_meta = lambda: StorageMeta("/checkpoint", "save")
+        writer.path.mkdir()
+    stock.finish(metadata=expected, results=list(lists))
+    (tmp_path / "ours" / ".metadata").write_bytes(b"of a save before")
+    rest, found = finish_in_place(ours, metadata, lists)
+    assert is_pending(metadata)
+    check_same(found, pickle.loads((tmp_path / "stock" / ".metadata").read_bytes()))
+    assert [path.name for path in ours.path.iterdir()] == [".metadata"]
+    check_same(decode_metadata(lists.encode_metadata(rest, strict=True)), expected)
+
+
+def test_metadata_that_somebody_looked_at_is_pickled_as_it_is(tmp_path):
+    planned, metadata, frames = small()
+    lists = read_results(planned, frames, b"", None)
+    metadata.state_dict_metadata["more"] = BytesStorageMetadata()
+    written, found = finish_in_place(dcp.FileSystemWriter(tmp_path), metadata, lists)
+    assert written is None
+    assert list(found.state_dict_metadata) == ["a", "b", "more"]
+    assert found.storage_data == metadata.storage_data
+    assert len(found.storage_data) == 4
+
+
+def test_results_with_equal_keys_are_finished_as_objects(tmp_path):
+    planned, metadata, frames = small()
+    lists = read_results(planned, frames, b"", None)
+    twice = [*lists[0], dataclasses.replace(lists[0][0], storage_data=_StorageInfo("later", 0, 8))]
+    base = decode_final_plan_items(planned, 0, SavePlan([], None, None))
+    lists = read_results(planned, [encode_results(twice, base, strict=True), frames[1]], b"", None)
+    assert not lists.can_write_metadata()
+    written, found = finish_in_place(dcp.FileSystemWriter(tmp_path), metadata, lists)
+    assert written is None
+    assert found.storage_data[twice[0].index].relative_path == "later"
+
+
+class FullDisk(dcp.filesystem.FileSystem):
+    def create_stream(self, path, mode):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_plain_writer_that_fails_has_its_own_finish_again(tmp_path):
+    planned, metadata, frames = small()
+    writer = dcp.FileSystemWriter(tmp_path)
+    writer.fs = FullDisk()
+    with pytest.raises(OSError, match="No space left"):
+        finish_in_place(writer, metadata, read_results(planned, frames, b"", None))
+    assert "finish" not in vars(writer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finish_that_pickles_something_else_is_refused(tmp_path, monkeypatch):
+    planned, metadata, frames = small()
+    lists = read_results(planned, frames, b"", None)
+
+    def finish(self, metadata, results):
+        metadata.storage_data = {"more": 1}
+        pickle.dump(metadata, None)
+
+    monkeypatch.setattr(planner.plain_finish, "_FINISH", finish)
+    with pytest.raises(RuntimeError, match="pickles something else"):
+        planner.plain_finish.Finish(dcp.FileSystemWriter(tmp_path), lists)(metadata, lists)
 
 
 class _NoChance:

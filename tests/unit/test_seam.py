@@ -1,9 +1,8 @@
 """What the seam replaces, and how it refuses a torch that it does not know; each in a process of its own."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.python import run_after_torch
 
 UNKNOWN_TORCHES = {
     "a method with another parameter": (
@@ -57,34 +56,33 @@ else:
 """
 
 
-def probe(change):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROBE.format(change=change)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+WITHOUT_GLOO = (
+    "import torch.distributed.distributed_c10d as c10d, torch._C._distributed_c10d as module\n"
+    "c10d._GLOO_AVAILABLE = False\ndel module.ProcessGroupGloo"
+)
+
+
+@pytest.fixture(scope="module")
+def probed():
+    changes = {name: change for name, (change, _) in UNKNOWN_TORCHES.items()}
+    changes |= {"no gloo": WITHOUT_GLOO, "this one": ""}
+    return run_after_torch({name: (PROBE.format(change=change), {}) for name, change in changes.items()})
 
 
 @pytest.mark.parametrize("name", UNKNOWN_TORCHES)
-def test_a_torch_that_differs_is_refused_at_import_by_name_and_left_untouched(name):
-    change, expected = UNKNOWN_TORCHES[name]
-    text = probe(change)
-    assert expected in text
-    assert "process_group=" in text  # the way out
+def test_a_torch_that_differs_is_refused_at_import_by_name_and_left_untouched(name, probed):
+    done = probed[name]
+    assert done.returncode == 0, done.stderr
+    assert UNKNOWN_TORCHES[name][1] in done.stdout
+    assert "process_group=" in done.stdout  # the way out
 
 
-def test_a_build_without_gloo_is_refused_at_import_with_what_to_install():
-    text = probe(
-        "import torch.distributed.distributed_c10d as c10d, torch._C._distributed_c10d as module\n"
-        "c10d._GLOO_AVAILABLE = False\ndel module.ProcessGroupGloo"
-    )
-    assert "this build has no gloo. Install one that has" in text
-    assert "process_group=" not in text  # needs gloo too
+def test_a_build_without_gloo_is_refused_at_import_with_what_to_install(probed):
+    done = probed["no gloo"]
+    assert done.returncode == 0, done.stderr
+    assert "this build has no gloo. Install one that has" in done.stdout
+    assert "process_group=" not in done.stdout  # needs gloo too
 
 
-def test_this_torch_is_known():
-    assert probe("") == "imported\n"
+def test_this_torch_is_known(probed):
+    assert probed["this one"].stdout == "imported\n"

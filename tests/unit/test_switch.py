@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 import planner
 from planner import CoordinationConfig, GlooCoordinatedLoadPlanner, GlooCoordinatedPlanner, GlooDistWrapper
+from planner.__main__ import main
 from planner.switch import active_config, coordinate
+from tests.support.python import run_after_torch
 
 OTHER = CoordinationConfig(strict=True)
 OFF = CoordinationConfig(coordination="default")
@@ -209,30 +211,36 @@ def run(*arguments, **environment):
 
 
 PROBE = "import planner, planner.switch as s; print(s.active_config() is not None)"
+ENVIRONMENTS = {
+    "nothing": {},
+    "on": {"DCP_COORDINATION": "gloo"},
+    "a wrong value": {"DCP_COORDINATION": "glo"},
+    "a wrong name": {"DCP_COORDINATION": "gloo", "DCP_COORDINATION_PLAN_TIMOUT_S": "3"},
+}
+
+
+@pytest.fixture(scope="module")
+def imported():
+    return run_after_torch({name: (PROBE, environment) for name, environment in ENVIRONMENTS.items()})
+
+
+def test_one_import_and_the_environment_are_enough(imported):
+    assert imported["nothing"].stdout == "False\n"
+    assert imported["on"].stdout == "True\n"
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"), [({}, "False\n"), ({"DCP_COORDINATION": "gloo"}, "True\n")]
-)
-def test_one_import_and_the_environment_are_enough(environment, expected):
-    assert run("-c", PROBE, **environment).stdout == expected
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
+    ("name", "expected"),
     [
         (
-            {"DCP_COORDINATION": "glo"},
+            "a wrong value",
             "DCP_COORDINATION must be 'gloo' or 'default', not 'glo'; did you mean 'gloo'?",
         ),
-        (
-            {"DCP_COORDINATION": "gloo", "DCP_COORDINATION_PLAN_TIMOUT_S": "3"},
-            "did you mean DCP_COORDINATION_PLAN_TIMEOUT_S?",
-        ),
+        ("a wrong name", "did you mean DCP_COORDINATION_PLAN_TIMEOUT_S?"),
     ],
 )
-def test_a_wrong_environment_is_refused_at_the_import(environment, expected):
-    done = run("-c", PROBE, **environment)
+def test_a_wrong_environment_is_refused_at_the_import(name, expected, imported):
+    done = imported[name]
     assert done.returncode == 1
     assert done.stdout == ""
     assert expected in done.stderr
@@ -241,14 +249,13 @@ def test_a_wrong_environment_is_refused_at_the_import(environment, expected):
 SCRIPT = """
 import json, os, pickle, sys
 import helper_beside_the_script
-import torch.distributed.checkpoint as dcp
 class Mine: pass
 if __name__ == "__main__":
-    from planner.switch import active_config
+    switch = sys.modules.get("planner.switch")
     facts = {
         "argv": sys.argv, "path": sys.path[0], "name": __name__, "file": os.path.abspath(__file__),
         "pickles": type(pickle.loads(pickle.dumps(Mine()))) is Mine, "package": bool(__package__),
-        "on": active_config() is not None,
+        "on": switch is not None and switch.active_config() is not None,
     }
     print(json.dumps(facts))
     if "--fail" in sys.argv:
@@ -294,7 +301,9 @@ def test_run_lets_the_scripts_error_through(script):
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ValueError: as asked")
     assert f'File "{script}", line ' in done.stderr
-    assert run("-m", "planner", "run", str(script), DCP_COORDINATION="glo").returncode == 1
-    done = run("-m", "planner", "run")
-    assert done.returncode == 2
-    assert "TARGET" in done.stderr
+
+
+def test_run_without_a_script_says_what_it_takes(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run"])
+    assert "TARGET" in capsys.readouterr().err
