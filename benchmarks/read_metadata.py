@@ -1,87 +1,84 @@
-"""Where the time goes when a rank reads a large ``.metadata``: the file, the objects, or the collector.
+"""What a rank that loads pays for ``.metadata``: the size of the file, and making its objects.
 
-python benchmarks/read_metadata.py [--ranks 128] [--entries 2812]
+Both files are of the same save, by stock DCP and by ours (see ``simulated.py``), and hold the same. Stock DCP
+reads either; a load of ours pauses the garbage collector meanwhile.
+
+    python benchmarks/read_metadata.py [--ranks 64] [--world moe-optimizer]
 """
+
+from __future__ import annotations
 
 import argparse
 import gc
 import pickle
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from bench import Row, options_of, report
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from bench import OURS, STOCK, Row, in_child, in_turn, options_of, report
+from simulated import Replies, prepare, save_as
+from worlds import WORLDS, fake_world
 
 from planner.wire.gc_pause import paused_gc
 
 
-def make_metadata(ranks: int, entries: int) -> Metadata:
-    state, storage = {}, {}
-    for number in range(entries):
-        fqn = f"model.layers.{number // 17}.mlp.experts.{number % 17}.down_proj.weight"
-        offsets = [torch.Size((rank * 8, 0)) for rank in range(ranks)]
-        chunks = [ChunkStorageMetadata(offset, torch.Size((8, 4096))) for offset in offsets]
-        size = torch.Size((ranks * 8, 4096))
-        state[fqn] = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), size, chunks)
-        for rank, offset in enumerate(offsets):
-            storage[MetadataIndex(fqn, offset, rank)] = _StorageInfo(
-                f"__{rank}_0.distcp", number * 65536, 65536
-            )
-    return Metadata(state, storage_data=storage)
+def write_files(name: str, world_size: int, folder: Path) -> None:
+    with fake_world(world_size):
+        world = WORLDS[name]()
+        sent = prepare(world, world_size, with_stock=True)
+    for side in (STOCK, OURS):
+        with fake_world(world_size):
+            next(save_as(side, 0, world, sent, Replies(), keep=folder / side))
 
 
-def measure(ranks: int, entries: int) -> tuple[float, float, float]:
-    """Return CPU seconds of reading the file, of making the objects, and of that without the collector."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, ".metadata")
-        path.write_bytes(pickle.dumps(make_metadata(ranks, entries)))
-        gc.collect()
+def read(path: Path, *, pauses: bool) -> float:
+    """Return the CPU seconds of making the objects of a file."""
+    data = path.read_bytes()
+    gc.collect()
+    with paused_gc() if pauses else nullcontext():
         start = time.process_time()
-        data = path.read_bytes()
-        read_s = time.process_time() - start
-        start = time.process_time()
-        kept = pickle.loads(data)
-        plain_s = time.process_time() - start
-        del kept
-        gc.collect()
-        with paused_gc():
-            start = time.process_time()
-            kept = pickle.loads(data)
-            paused_s = time.process_time() - start
-        del kept
-    return read_s, plain_s, paused_s
+        metadata = pickle.loads(data)
+        seconds = time.process_time() - start
+    assert metadata.storage_data
+    return seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=128)
-    parser.add_argument("--entries", type=int, default=2812)
+    parser.add_argument("--ranks", type=int, help="default: 64, 16 in the short form")
+    parser.add_argument("--world", choices=list(WORLDS), default="moe-optimizer")
 
 
 def main() -> None:
     options = options_of(__doc__, add_options)
-    ranks = 16 if options.short else options.ranks
-    found = [measure(ranks, options.entries) for _ in range(options.repeats or (1 if options.short else 3))]
-    case = f".metadata of {ranks} ranks x {options.entries:,}"
-    reading = [read_s for read_s, _, _ in found]
-    rows = [
-        Row(case, "reading the file from the page cache", "s", reading, reading),
-        Row(
-            case,
-            "making the objects; ours: collector paused",
-            "s",
-            [plain_s for _, plain_s, _ in found],
-            [paused_s for _, _, paused_s in found],
-        ),
-    ]
+    torch.set_num_threads(1)
+    world_size = options.ranks or (16 if options.short else 64)
+    repeats = options.repeats or (1 if options.short else 5)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        folder = Path(name)
+        in_child(lambda: write_files(options.world, world_size, folder))
+
+        def reading(side: str, *, pauses: bool):
+            return lambda: in_child(lambda: read(folder / side, pauses=pauses))
+
+        case = f".metadata of {options.world}, {world_size} ranks"
+        sizes = [[(folder / side).stat().st_size / 1e6] for side in (STOCK, OURS)]
+        rows = [
+            Row(case, "size of the file", "MB", *sizes),
+            Row(
+                case,
+                "making its objects, by stock DCP",
+                "s",
+                *in_turn(repeats, reading(STOCK, pauses=False), reading(OURS, pauses=False)),
+            ),
+            Row(
+                case,
+                "making its objects, each by its own",
+                "s",
+                *in_turn(repeats, reading(STOCK, pauses=False), reading(OURS, pauses=True)),
+            ),
+        ]
     report("read_metadata", options, rows)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -366,10 +367,12 @@ def fingerprint(path: Path) -> str:
     return state.hexdigest()
 
 
-def save_as(side: str, rank: int, world: World, sent: Sent, replies: Replies) -> Iterator[Saved]:
+def save_as(
+    side: str, rank: int, world: World, sent: Sent, replies: Replies, *, keep: Path | None = None
+) -> Iterator[Saved]:
     """Be ``rank`` of a fake world; yield what one save after another costs it.
 
-    The coordinator's saves come first: another rank gets what it sent.
+    The coordinator's saves come first: another rank gets what it sent. Its ``.metadata`` goes to ``keep``.
     """
     state_dict = world.become(rank)
     for number in count():
@@ -389,6 +392,8 @@ def save_as(side: str, rank: int, world: World, sent: Sent, replies: Replies) ->
             writer = NullWriter(folder, watch)
             with watch.span("coordination"):
                 dcp.save(state_dict, storage_writer=writer, planner=planner)
+            if keep is not None:
+                shutil.copyfile(Path(folder, ".metadata"), keep)
             written = "" if rank or len(sent.plans) > MAX_COMPARED else fingerprint(Path(folder, ".metadata"))
         seconds = watch.seconds
         saved = Saved(seconds["coordination"], seconds.get("finish", 0.0), seconds["local"])

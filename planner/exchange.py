@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -46,6 +45,8 @@ from planner.errors import (
     format_ranks,
 )
 from planner.group import GlooGroup
+from planner.life import Pulse, SilenceWatch
+from planner.parts import choose_parts, choose_replies, lasting_mask
 from planner.report import PhaseReport, SaveReport
 from planner.transport import (
     ADVICE_OUT_OF_REACH,
@@ -77,13 +78,9 @@ _logger = logging.getLogger(__name__)
 _FAILURE_GRACE = timedelta(seconds=2)  # after a first failure, for other ranks to report theirs
 _LOSS_GRACE = timedelta(seconds=1)  # after a first connection ended, for others to end
 _VERDICT_GRACE = timedelta(seconds=5)  # after giving up, for the coordinator to say why
-_WELCOME = timedelta(milliseconds=50)  # between looks of a coordinator for ranks in their first save
-_WELCOME_EACH = timedelta(microseconds=500)
-_BEAT = timedelta(seconds=5)
 _PROBE = timedelta(seconds=1)  # between looks whether a connection has ended
 _PROBE_OF_MANY = timedelta(seconds=5)  # the same by a coordinator of
 _NUM_RANKS_OF_FEW = 64  # ranks or more
-_LOOK = timedelta(seconds=5)  # between looks at the signs of life of absent ranks
 _MAX_FAILURE_FRAMES = 64  # different ones in one verdict, which every rank reads from the store
 _NUM_LAST_RANKS = 4
 _MAX_EXCHANGES = 64  # in one save, so that no two have the same tag; DCP has two
@@ -160,7 +157,7 @@ class Exchange:
         self._identity = Identity(operation, checkpoint, "enter")
         self._phase = PhaseReport("enter")
         self._local_failure: BaseException | None = None
-        self._pulse: _Pulse | None = None
+        self._pulse: Pulse | None = None
         self._start = 0.0
         self._save_number = 0
 
@@ -181,7 +178,7 @@ class Exchange:
             self._control.patience = self._config.plan_timeout
             deadline.restart()
             self._enter_epoch(deadline)
-            self._pulse = _Pulse(self._channel, self._config.plan_timeout)
+            self._pulse = Pulse(self._channel, self._config.plan_timeout)
         except BaseException as error:
             self._name(error)
             try:
@@ -604,8 +601,8 @@ class Exchange:
                 rank: reply.to_each[rank] if reply.to_each is not None else reply.to_all or (b"",)
                 for rank in channel.peers
             }
-        done = _choose_replies(replies, envelopes)
-        if num_new := sum(1 for mask in map(done.mask_of, replies) if mask & _lasting_mask(done.num_parts)):
+        done = choose_replies(replies, envelopes)
+        if num_new := sum(1 for mask in map(done.mask_of, replies) if mask & lasting_mask(done.num_parts)):
             self.miss(f"{num_new} of {channel.world_size} ranks did not know the reply")
         self._publish(done)
         self._scatter(number, replies, done)
@@ -618,7 +615,7 @@ class Exchange:
         failed_since = None if self._local_failure is None else Deadline(_FAILURE_GRACE)
         progress = Deadline(self._config.progress_interval)
         probe = Deadline(_PROBE if channel.world_size <= _NUM_RANKS_OF_FEW else _PROBE_OF_MANY)
-        silence = _SilenceWatch(channel, self._config.plan_timeout)
+        silence = SilenceWatch(channel, self._config.plan_timeout)
         entering = Deadline(self._config.plan_timeout)
         waiting = Deadline(None)
         arrived: dict[int, float] = {}
@@ -744,7 +741,7 @@ class Exchange:
         self._phase.remembered_nbytes += sum(
             nbytes for envelope in envelopes.values() for d, nbytes in envelope.parts if d in known
         )
-        wanted, verdict = _choose_parts(envelopes, known)
+        wanted, verdict = choose_parts(envelopes, known)
         later = [rank for rank, envelope in envelopes.items() if asks_for_later and envelope.has_later]
         parts: dict[bytes, bytes] = {digest(b""): b"", **known}
         known_or_empty = parts.keys()
@@ -991,113 +988,3 @@ def _show(error: BaseException) -> str:
         return repr(error)[:300]
     except Exception:  # noqa: BLE001 - this must not hide what it is about
         return type(error).__name__
-
-
-def _choose_parts(
-    envelopes: Mapping[int, Envelope], known: Container[bytes]
-) -> tuple[dict[int, list[int]], Send]:
-    """Choose who sends what, so that each distinct part that is not known travels once."""
-    seen = {digest(b"")}
-    wanted: dict[int, list[int]] = {}
-    masks: dict[int, int] = {}
-    for rank in sorted(envelopes):
-        mask = 0
-        for part, (part_digest, _) in enumerate(envelopes[rank].parts):
-            if part_digest not in seen and part_digest not in known:
-                seen.add(part_digest)
-                mask |= 1 << part
-                wanted.setdefault(rank, []).append(part)
-        masks[rank] = mask
-    default = Counter(masks.values()).most_common(1)[0][0] if masks else 0
-    return wanted, Send(default, {rank: mask for rank, mask in masks.items() if mask != default})
-
-
-def _choose_replies(replies: Mapping[int, Sequence[bytes]], envelopes: Mapping[int, Envelope]) -> Done:
-    """Choose which parts of the reply follow to whom: those that the rank does not know."""
-    num_parts = max(map(len, replies.values()), default=0)
-    digests: dict[int, bytes] = {}  # one object may be for all
-    masks: dict[int, int] = {}
-    for rank, parts in replies.items():
-        if len(parts) != num_parts:
-            raise ValueError(f"group rank {rank} is to get {len(parts)} parts, another {num_parts}")
-        mask = 0
-        known = envelopes[rank].known
-        for position, part in enumerate(parts):
-            if position < len(known) and id(part) not in digests:
-                digests[id(part)] = digest(part)
-            if position >= len(known) or known[position] != digests[id(part)]:
-                mask |= 1 << position
-        masks[rank] = mask
-    default = Counter(masks.values()).most_common(1)[0][0] if masks else 0
-    return Done(num_parts, default, {rank: mask for rank, mask in masks.items() if mask != default})
-
-
-def _lasting_mask(num_parts: int) -> int:
-    """Return the bits of the parts of a reply that may be the same in another save."""
-    return (1 << max(1, num_parts - 1)) - 1
-
-
-class _Pulse:
-    """A thread that shows this rank's life while a save runs, also while the storage works."""
-
-    def __init__(self, channel: Channel, plan_timeout: timedelta) -> None:
-        self._channel = channel
-        self._interval = min(_BEAT, plan_timeout / 4)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gloo-coordinated-planner-pulse", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        count = 0
-        next_beat = Deadline(self._interval)
-        while not self._stopped.wait(self._pause_s()):
-            with suppress(TransportError):  # the save's own thread meets the lost store too, and says so
-                if self._channel.is_coordinator:
-                    # Ranks that wait to be let in have not begun to plan, or to write.
-                    self._channel.welcome(self._channel.strangers)
-                if next_beat.is_over:
-                    next_beat.restart()
-                    count += 1
-                    self._channel.beat(count)
-
-    def _pause_s(self) -> float:
-        pause = self._interval
-        if self._channel.is_coordinator and self._channel.strangers:
-            # One request for each rank that is not there yet: no more than a few thousand a second.
-            pause = min(pause, max(_WELCOME, _WELCOME_EACH * self._channel.world_size))
-        return pause.total_seconds()
-
-    def stop(self) -> None:
-        """Stop and wait for the thread; at most one request to the store is in its way."""
-        self._stopped.set()
-        self._thread.join()
-
-
-class _SilenceWatch:
-    """Finds ranks whose signs of life have stopped."""
-
-    def __init__(self, channel: Channel, limit: timedelta) -> None:
-        self._channel = channel
-        self._limit = limit
-        self._next_look = Deadline(min(_LOOK, limit / 4))
-        self._latest: dict[int, tuple[bytes, Deadline]] = {}
-
-    def look(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of ``ranks`` that have shown life once, but not within the limit.
-
-        Where there is one, those that will be there soon are named with it: a rank that is alive shows it
-        at least twice within the limit.
-        """
-        if not self._next_look.is_over or not ranks:
-            return []
-        self._next_look.restart()
-        silences: dict[int, timedelta] = {}
-        for rank, life in zip(ranks, self._channel.lives(ranks), strict=True):
-            known = self._latest.get(rank)
-            if known is None or known[0] != life:
-                self._latest[rank] = (life, Deadline(self._limit))
-            elif life:
-                silences[rank] = known[1].elapsed
-        if not any(silence >= self._limit for silence in silences.values()):
-            return []
-        return [rank for rank, silence in silences.items() if silence >= self._limit * 3 / 4]
