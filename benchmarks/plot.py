@@ -71,10 +71,22 @@ def panels_of(rows: list[dict[str, Any]]) -> list[Panel]:
         Line("stock", STOCK_COLOUR, points_of(rows, "coordinator, first save", "stock")),
         Line("ours, first save", OURS_COLOUR, points_of(rows, "coordinator, first save", "ours")),
         Line("ours, unchanged save", OTHER_COLOUR, points_of(rows, "coordinator, unchanged save", "ours")),
+        Line(
+            "stock: writer's finish",
+            STOCK_COLOUR,
+            points_of(rows, "writer's finish, first save", "stock"),
+            dashed=True,
+        ),
+        Line(
+            "ours: writer's finish",
+            OURS_COLOUR,
+            points_of(rows, "writer's finish, first save", "ours"),
+            dashed=True,
+        ),
     ]
     return [
         Panel("payload of a rank", show_bytes, payload),
-        Panel("CPU of the coordinator, without the writer", lambda value: f"{value:g} s", cpu),
+        Panel("CPU of the coordinator", lambda value: f"{value:g} s", cpu),
     ]
 
 
@@ -143,12 +155,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, help="coordinator.json")
+    parser.add_argument("results", type=Path, nargs="+", help="coordinator.json, one or more")
     parser.add_argument("picture", type=Path, help="the SVG to write")
     parser.add_argument("--world", default="moe-optimizer")
     options = parser.parse_args()
-    found = json.loads(options.results.read_text())
-    rows = [row for row in found["rows"] if row["facts"]["world"] == options.world]
+    runs = [json.loads(path.read_text()) for path in options.results]
+    found = runs[0]
+    rows = [row for run in runs for row in run["rows"] if row["facts"]["world"] == options.world]
     entries = rows[0]["facts"]["entries"]
     caption = (
         f"{options.world}, {entries:,} entries a rank; torch {found['versions']['torch']}, {found['date']}"

@@ -94,7 +94,7 @@ def results_of_rank(draw, rank, items):
     return results
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=max(60, settings.default.max_examples // 3))
 @given(worlds(), st.data())
 def test_results_and_metadata_are_those_of_the_general_way_also_when_remembered(plans, data):
     local, on_columns = plan(plans)
