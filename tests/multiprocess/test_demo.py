@@ -10,6 +10,9 @@ from planner.__main__ import main
 from planner.demo.load import Compared, unequal
 from planner.demo.save import TrainedAndSaved
 
+# Each starts many processes that import torch, which takes minutes on a machine that is busy enough.
+pytestmark = pytest.mark.timeout(300)
+
 
 def _demo(*arguments):
     # The child imports what this process would import: the checkout or the installed wheel.
@@ -18,7 +21,7 @@ def _demo(*arguments):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=270,
         check=False,
     )
 
