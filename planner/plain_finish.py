@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -70,7 +71,9 @@ class Finish:
         def dump(value: Any, stream: Any) -> None:
             if value is not rest or set(vars(rest)) != _SET or rest.storage_data != {}:
                 raise RuntimeError(
-                    "FileSystemWriter.finish pickles something else than it did; see plain_finish"
+                    f"FileSystemWriter.finish of torch {torch.__version__} pickles something else than the "
+                    "versions known here; report it, and meanwhile use a subclass whose own finish calls "
+                    "super().finish: it gets real objects"
                 )
             for piece in self._results.metadata_pieces(vars(rest)):
                 stream.write(piece)
