@@ -31,6 +31,9 @@ from typing import Any
 # Here and there every two ranks would connect at once, which takes long with hundreds of them.
 os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+# At each connection to a store c10d asks DNS for the name of its host. All ranks of this one machine ask at
+# once, which is more than some servers answer, and then each waits for the resolver's timeout, 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import torch
 import torch.distributed as dist
