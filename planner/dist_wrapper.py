@@ -323,7 +323,9 @@ class GlooDistWrapper(_DistWrapper):
             with exchange.working(), plain.in_place() if plain else nullcontext():
                 result = reduce_fun(list(results) if plain is None else results)  # type: ignore[arg-type]
             rest = None if plain is None else plain.written
-            parts = results.encode_metadata(rest, strict=strict) if is_pending(planned) else None
+            parts = None
+            if rest is not None or is_pending(planned):
+                parts = results.encode_metadata(rest, strict=strict)
             if parts is not None and rest is not None:
                 remake_later(planned, lambda: decode_metadata(parts))
             if parts is None or result is not planned:

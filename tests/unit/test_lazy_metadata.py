@@ -18,7 +18,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from planner import FrameError
-from planner.lazy_metadata import _PendingMetadata, read_metadata_later
+from planner.lazy_metadata import (
+    _PendingMetadata,
+    is_pending,
+    make_metadata_later,
+    read_metadata_later,
+    remake_later,
+)
 from planner.wire.metadata import encode_metadata
 
 
@@ -79,3 +85,14 @@ def test_a_damaged_frame_is_refused_at_once():
         damaged[-1] ^= 1
         with pytest.raises(FrameError):
             read_metadata_later([*parts[:number], bytes(damaged), *parts[number + 1 :]])
+
+
+@pytest.mark.parametrize("is_looked_at", [False, True])
+def test_metadata_that_was_finished_without_being_looked_at_shows_what_was_written(is_looked_at):
+    metadata = make_metadata_later(lambda: Metadata(make().state_dict_metadata))
+    if is_looked_at:  # by another thread, in the meantime
+        assert metadata.storage_data is None
+    remake_later(metadata, make)
+    assert is_pending(metadata) != is_looked_at
+    assert metadata == make()
+    assert type(metadata) is Metadata
