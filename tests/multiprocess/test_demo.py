@@ -1,7 +1,3 @@
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -9,21 +5,14 @@ from planner import demo
 from planner.__main__ import main
 from planner.demo.load import Compared, unequal
 from planner.demo.save import TrainedAndSaved
+from tests.support.python import run_python
 
 # Each starts many processes that import torch, which takes minutes on a machine that is busy enough.
 pytestmark = pytest.mark.timeout(300)
 
 
 def _demo(*arguments):
-    # The child imports what this process would import: the checkout or the installed wheel.
-    return subprocess.run(
-        [sys.executable, "-m", "planner", "demo", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=270,
-        check=False,
-    )
+    return run_python("-m", "planner", "demo", *arguments, timeout=270)
 
 
 SMALL = ("--ranks", "2", "--load-ranks", "1", "--layers", "1", "--steps", "1")

@@ -2,14 +2,13 @@
 
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
 import yaml
 
 import engine
+from tests.support.python import run_python
 from tests.support.ranks import run_ranks
 
 TEXT = Path(engine.__file__).with_name("engine.yaml").read_text()
@@ -92,14 +91,7 @@ WHATS = ("model", "optimizer")
 
 
 def test_the_reports_experiment_prints_its_table():
-    done = subprocess.run(
-        [sys.executable, "-m", "engine.ab", "--ranks", "2", "--layers", "1", "--saves", "2"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    done = run_python("-m", "engine.ab", "--ranks", "2", "--layers", "1", "--saves", "2", timeout=150)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.endswith("no device")]
     assert [row.split("  ")[0] for row in rows] == ["coordination: gloo", "process_group: gloo", "default"]

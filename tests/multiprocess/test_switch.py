@@ -1,11 +1,8 @@
 """``planner.enable`` and ``planner.coordinated`` on real ranks: every save and load, whatever its planner."""
 
 import logging
-import os
 import pickle
 import re
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +19,7 @@ import planner
 from planner import CoordinationConfig, CoordinationTimeout, GlooCoordinatedPlanner, GlooDistWrapper
 from planner.wire import frame
 from tests.support.faults import Gate
+from tests.support.python import run_python
 from tests.support.ranks import run_ranks
 
 WEDGED = "tests.support.recording:recording"
@@ -310,16 +308,11 @@ dcp.save({"weight": torch.ones(4)}, checkpoint_id=sys.argv[1])
 def test_a_script_that_nobody_edits_runs_under_torchrun(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(UNEDITED)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
-            *("-m", "planner", "run", str(script), str(tmp_path / "x")),
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
+    done = run_python(
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
+        *("-m", "planner", "run", str(script), str(tmp_path / "x")),
         timeout=150,
-        check=False,
+        GLOO_SOCKET_IFNAME="lo",
     )
     assert done.returncode == 0, done.stderr
     assert written(tmp_path / "x").state_dict_metadata.keys() == {"weight"}

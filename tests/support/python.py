@@ -1,4 +1,4 @@
-"""Python processes that have imported torch already, and not this package."""
+"""Python processes that import what this one would: the checkout, or the installed wheel."""
 
 import json
 import os
@@ -40,6 +40,19 @@ print(json.dumps(ends))
 """
 
 
+def run_python(*arguments, timeout=60, given=None, **environment):
+    """Run Python with ``given`` on its standard input; return how it ended."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        input=given,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
 class Done(NamedTuple):
     """How a script ended."""
 
@@ -49,15 +62,11 @@ class Done(NamedTuple):
 
 
 def run_after_torch(scripts):
-    """Run scripts, each given with what to add to its environment; return how each ended, by its name."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _RUN],
-        input=json.dumps(list(scripts.values())),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    """Run scripts where torch is imported already, and this package is not; return how each ended, by name.
+
+    Args:
+        scripts: by name, each with what to add to its environment.
+    """
+    done = run_python("-W", "ignore", "-c", _RUN, given=json.dumps(list(scripts.values())), timeout=120)
     assert done.returncode == 0, done.stderr
     return {name: Done(*end) for name, end in zip(scripts, json.loads(done.stdout), strict=True)}

@@ -2,9 +2,6 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -15,7 +12,7 @@ import planner
 from planner import CoordinationConfig, GlooCoordinatedLoadPlanner, GlooCoordinatedPlanner, GlooDistWrapper
 from planner.__main__ import main
 from planner.switch import active_config, coordinate
-from tests.support.python import run_after_torch
+from tests.support.python import run_after_torch, run_python
 
 OTHER = CoordinationConfig(strict=True)
 OFF = CoordinationConfig(coordination="default")
@@ -200,14 +197,7 @@ def test_turning_it_on_is_said_once_as_soon_as_somebody_listens(caplog):
 
 
 def run(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_python("-W", "ignore", *arguments, **environment)
 
 
 PROBE = "import planner, planner.switch as s; print(s.active_config() is not None)"
