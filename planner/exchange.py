@@ -640,7 +640,7 @@ class Exchange:
             if progress.is_over and absent:
                 progress.restart()
                 self._log_progress(absent, waiting)
-            silent.extend(silence.look(absent))
+            silent.extend(silence.look(absent, have_entered=number > 0))
             if probe.is_over:
                 probe.restart()
                 lost[:] = channel.find_lost(absent)

@@ -64,11 +64,16 @@ class SilenceWatch:
         self._next_look = Deadline(min(_LOOK, limit / 4))
         self._latest: dict[int, tuple[bytes, Deadline]] = {}
 
-    def look(self, ranks: Sequence[int]) -> list[int]:
+    def look(self, ranks: Sequence[int], *, have_entered: bool) -> list[int]:
         """Return those of ``ranks`` that have shown life once, but not within the limit.
 
         Where there is one, those that will be there soon are named with it: a rank that is alive shows it
         at least twice within the limit.
+
+        Args:
+            ranks: those to look for.
+            have_entered: whether all of them are in this save; else one that has shown life only in an
+                earlier one is not silent, but has not come.
         """
         if not self._next_look.is_over or not ranks:
             return []
@@ -78,7 +83,7 @@ class SilenceWatch:
             known = self._latest.get(rank)
             if known is None or known[0] != life:
                 self._latest[rank] = (life, Deadline(self._limit))
-            elif life:
+            elif life and (have_entered or self._channel.is_in_this_save(life)):
                 silences[rank] = known[1].elapsed
         if not any(silence >= self._limit for silence in silences.values()):
             return []
