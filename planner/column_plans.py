@@ -21,15 +21,16 @@ from planner.errors import WireError
 from planner.global_plan import GlobalPlan, plan_globally
 from planner.lazy_metadata import make_metadata_later
 from planner.wire.columns import Int64Column
+from planner.wire.final_plans import decode_final_plan
 from planner.wire.frame import pack
 from planner.wire.gc_pause import paused_gc
 from planner.wire.metadata import StatePart, decode_state_part, encode_state_part
 from planner.wire.objects import encode_object
+from planner.wire.outline import PlanOutline, planner_data_of
 from planner.wire.plans import (
     BYTE_IO_CODE,
     PlanColumns,
     PlanSchema,
-    decode_final_plan,
     decode_plan_columns,
     decode_schema,
     make_plan,
@@ -256,7 +257,7 @@ class LocalPlans(Sequence[SavePlan]):
             items: Any = PendingItems(planned, rank)
             storage_data = None if remembered is not None else self._columns[rank][1].storage_data
             is_own = rank == self._own_rank
-            planner_data = self._own_plan.planner_data if is_own else self._columns.schema(rank).mapping
+            planner_data = planner_data_of(self._own_plan) if is_own else self._columns.schema(rank).mapping
             plans.append(SavePlan(items, storage_data, planner_data))
         self.planned = planned
         return plans, planned.metadata
@@ -360,7 +361,7 @@ class PendingItems(Sequence[WriteItem]):
         return iter(self.build())
 
 
-def build_own_plan(plan: Any, final: bytes, local_plan: SavePlan) -> Any:
+def build_own_plan(plan: Any, final: bytes, local_plan: SavePlan | PlanOutline) -> Any:
     """Return the coordinator's final ``plan`` with real items, made as every other rank makes its own."""
     items = decode_final_plan(final, local_plan).items
     return dataclasses.replace(plan, items=items)

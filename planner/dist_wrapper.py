@@ -20,7 +20,8 @@ from planner.column_plans import LocalPlans, PendingItems, PlanFrames, Planned, 
 from planner.config import CoordinationConfig
 from planner.errors import UnencodableError, WireError
 from planner.exchange import Exchange, Local, PeerFailures, Reply
-from planner.lazy_metadata import is_pending, look_at, read_metadata_later, remake_later
+from planner.lazy_metadata import read_metadata_later
+from planner.pending import is_pending, remake
 from planner.plain_finish import Finish
 from planner.report import SaveReport
 from planner.save_columns import DamagedResults, ResultLists, read_results
@@ -35,6 +36,7 @@ from planner.wire.messages import (
     is_results,
 )
 from planner.wire.metadata import decode_metadata
+from planner.wire.outline import PlanOutline, outline_of
 from planner.wire.plans import PlanSchema, encode_plan
 
 __all__ = ["GlooDistWrapper"]
@@ -114,7 +116,7 @@ class GlooDistWrapper(_DistWrapper):
         # With one member the stock class's local branches are all there is to do.
         self.use_dist = use_dist and self._world_size > 1
         self._session: Exchange | None = None
-        self._local_plan: SavePlan | None = None
+        self._local_plan: SavePlan | PlanOutline | None = None
         self._final_plan: SavePlan | None = None
         # The coordinator's:
         self._final_plans: dict[int, SavePlan] = {}  # what each rank was sent
@@ -265,24 +267,27 @@ class GlooDistWrapper(_DistWrapper):
         """Run one exchange; ``reduce_fun`` None: nothing travels at all."""
         mine: Any = None
         result: Any = None
+        is_plan = False
         strict = self._config.strict
 
         def produce() -> Local:
-            nonlocal mine
+            nonlocal mine, is_plan
             # A load's local step unpickles the checkpoint's metadata, which takes the collector three times
             # as long as it takes without, on every rank; none of it is garbage.
             reads_metadata = self._operation == "load" and step == "plan"
             with exchange.working(), paused_gc() if reads_metadata else nullcontext():
                 mine = map_fun()
-            if type(mine) is SavePlan:
-                self._local_plan = mine
             mode = self._mode_of(map_fun)
+            is_plan = self._note_local_plan(mine)
             if reduce_fun is None or self.is_coordinator or mine is None:
                 return Local(mode=mode)
             path = f"{step} of group rank {self.rank}"
             if type(mine) is LoadPlan:  # the global step of most loads leaves plans as they are
                 return Local(later=lambda: encode_reply(mine, path=path, strict=strict)[0], mode=mode)
-            return Local(encode_value(mine, base=self._final_plan, path=path, strict=strict), mode=mode)
+            if is_plan and self._final_plan is None:
+                return Local(self._encode_local_plan(path, exchange, strict=strict), mode=mode)
+            parts = encode_value(mine, base=self._final_plan, path=path, strict=strict)
+            return Local(parts, mode=mode)
 
         def reduce(received: list[list[bytes] | None]) -> Reply | None:
             nonlocal result
@@ -294,7 +299,7 @@ class GlooDistWrapper(_DistWrapper):
                 return None
             values: Sequence[Any] | None = None
             is_pure = to_each and self._is_pure()
-            if is_pure and type(mine) is SavePlan:
+            if is_pure and is_plan:
                 values = self._local_plans = self._decode_columns(received, mine, exchange)
             elif type(mine) is list and not to_each:
                 values = self._decode_results(received, mine, exchange)
@@ -308,7 +313,7 @@ class GlooDistWrapper(_DistWrapper):
             if not replies or is_nothing:
                 return None
             if not to_each:
-                return Reply(to_all=encode_reply(look_at(result), path=step, strict=strict))
+                return Reply(to_all=encode_reply(result, path=step, strict=strict))
             if len(result) != self._world_size:
                 raise ValueError(f"step {step!r} made {len(result)} results for {self._world_size} ranks")
             if not is_pure:  # differences are to what the ranks have, not to what became of it here
@@ -327,10 +332,10 @@ class GlooDistWrapper(_DistWrapper):
             if rest is not None or is_pending(planned):
                 parts = results.encode_metadata(rest, strict=strict)
             if parts is not None and rest is not None:
-                remake_later(planned, lambda: decode_metadata(parts))
+                remake(planned, lambda: decode_metadata(parts))
             if parts is None or result is not planned:
                 exchange.miss("the storage or the planner may have changed the metadata")
-                return encode_reply(look_at(result), path=step, strict=strict)
+                return encode_reply(result, path=step, strict=strict)
             if results.storage_part is not None and not results.is_remembered:
                 exchange.miss("where all is stored was put together anew")
                 exchange.remember(results.digest, results.storage_part, len(results.storage_part))
@@ -342,7 +347,7 @@ class GlooDistWrapper(_DistWrapper):
                 step, produce, reduce, is_io=step in _IO_STEPS, asks_for_later=not leaves_plans
             )
             if self.is_coordinator:
-                return self._own_part(result, mine) if to_each else result
+                return self._own_part(result) if to_each else result
             if to_each and not any(reply or ()):
                 return mine  # the plan as it was
             if reply is None:
@@ -359,12 +364,34 @@ class GlooDistWrapper(_DistWrapper):
                 self._final_plan = value
             return value
 
+    def _note_local_plan(self, mine: Any) -> bool:
+        """Keep what this rank has for a local plan, unless it is none."""
+        outline = outline_of(mine)
+        if outline is None and type(mine) is not SavePlan:
+            return False
+        self._local_plan = mine if outline is None else outline
+        return True
+
+    def _encode_local_plan(self, path: str, exchange: Exchange, *, strict: bool) -> tuple[bytes, bytes]:
+        """Encode this rank's local plan, or have it from an earlier save in which it was the same."""
+        plan = self._local_plan
+        key = None
+        if isinstance(plan, PlanOutline) and (told := plan.digest()) is not None:
+            key = (b"strict plan:" if strict else b"plan:") + told
+            if (known := exchange.find(key)) is not None:
+                return known  # type: ignore[no-any-return]  # what is remembered below
+        assert plan is not None  # noqa: S101 - only called with one
+        parts = encode_plan(plan, path=path, strict=strict)
+        if key is not None:
+            exchange.remember(key, parts, sum(map(len, parts)))
+        return parts
+
     def _decode_columns(
         self, received: list[list[bytes] | None], mine: SavePlan, exchange: Exchange
     ) -> LocalPlans | None:
         """Return the ranks' local plans in columns, or None where some are no such plans."""
         try:
-            own_parts = encode_plan(mine, path="plan of the coordinator", strict=True)
+            own_parts = self._encode_local_plan("plan of the coordinator", exchange, strict=True)
         except UnencodableError:
             return None  # it need not travel, and as it is it is no plan in columns
         frames: list[tuple[bytes, bytes]] = []
@@ -408,12 +435,13 @@ class GlooDistWrapper(_DistWrapper):
         except DamagedResults as error:
             raise PeerFailures(error.damaged) from error
 
-    def _own_part(self, result: Sequence[Any], mine: Any) -> Any:
+    def _own_part(self, result: Sequence[Any]) -> Any:
         """Return the coordinator's own part of what was reduced."""
         own = result[self.rank]
         if isinstance(own, SavePlan) and isinstance(own.items, PendingItems):
             final = own.items.encode(own, path="plan", strict=False)
-            own = self._final_plan = build_own_plan(own, final, mine)
+            assert self._local_plan is not None  # noqa: S101 - what was planned on columns
+            own = self._final_plan = build_own_plan(own, final, self._local_plan)
         return own
 
     def _decode(self, received: list[list[bytes] | None], mine: Any) -> list[Any]:

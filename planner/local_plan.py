@@ -2,7 +2,8 @@
 
 ``DefaultSavePlanner`` asks of each entry where its shard lies in the whole tensor, which takes most of the
 time of a local plan; a rank with thousands of entries has a few dozen layouts. Torch's own code makes
-the item of the first entry of each, and the others get the same under their own name.
+the item of the first entry of each, and the others get the same under their own name, once somebody
+looks at the plan: see ``planner.wire.outline``.
 
 Layouts are read anew at each save and compared by value: nothing is kept from one save to the next, so
 nothing can be stale, and each plan consists of new objects, as torch's does.
@@ -16,17 +17,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import default_planner, planner_helpers
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor, Replicate, Shard, _utils
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 from planner.known_code import Known, are_known, names
 from planner.wire.gc_pause import paused_gc
-from planner.wire.tensors import FIELDS_ARE_KNOWN, is_regular_item
+from planner.wire.outline import PlanOutline, Template, make_plan_later, read_template
+from planner.wire.tensors import FIELDS_ARE_KNOWN
 from planner.wrapping import is_inherited
 
 __all__ = ["create_local_plan"]
@@ -54,6 +57,7 @@ _KNOWN: Known = {
         "torch Size len size WriteItem MetadataIndex WriteItemType TENSOR TensorWriteData "
         "ChunkStorageMetadata TensorProperties create_from_tensor"
     ),
+    "_create_write_item_for_bytesio": names("WriteItem MetadataIndex WriteItemType BYTE_IO"),
     "compute_local_shape_and_global_offset": names(
         "_is_current_rank_part_of_mesh _compute_local_shape_and_global_offset shape get_coordinate "
         "_sym_get_coordinate"
@@ -81,11 +85,9 @@ def create_local_plan(inner: Any) -> SavePlan:
     """
     if not _is_default(inner) or not _is_code_known():
         return inner.create_local_plan()  # type: ignore[no-any-return]  # checked by the caller
+    planner_data = inner.mappings if inner.flatten_state_dict else None
     with paused_gc():
-        items = _create_items(inner.state_dict, is_coordinator=inner.is_coordinator)
-    plan = SavePlan(items)
-    if inner.flatten_state_dict:
-        plan = SavePlan(items, planner_data=inner.mappings)
+        plan = _plan(inner.state_dict, planner_data, is_coordinator=inner.is_coordinator)
     inner.plan = plan
     return plan
 
@@ -108,6 +110,7 @@ def _is_code_known() -> bool:
         (default_planner._create_write_items, helpers),  # type: ignore[attr-defined]  # noqa: SLF001 - as torch looks it up
         (helpers._create_write_items_for_dtensor, helpers),  # noqa: SLF001 - the same
         (helpers._create_write_item_for_tensor, helpers),  # noqa: SLF001 - the same
+        (helpers._create_write_item_for_bytesio, helpers),  # noqa: SLF001 - the same
         (helpers.compute_local_shape_and_global_offset, _utils),  # type: ignore[attr-defined]
         (TensorProperties.create_from_tensor, None),
         (tensor.__create_write_items__, None),
@@ -116,70 +119,44 @@ def _is_code_known() -> bool:
     )
 
 
-def _create_items(state_dict: dict[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
-    """Return the items of ``create_default_local_save_plan``."""
-    templates: dict[Any, _Template | None] = {}
+def _plan(state_dict: dict[str, Any], planner_data: Any, *, is_coordinator: bool) -> SavePlan:
+    """Return the plan of ``create_default_local_save_plan``, to be made later where all is in order."""
+    numbers: dict[Any, int] = {}  # by layout; of its template, or that this rank has nothing of it
+    templates: list[Template] = []
     seen: dict[int, Any] = {}
-    items: list[WriteItem] = []
+    fqns: list[str] = []
+    entries: list[int] = []
+    odd: list[tuple[int, list[WriteItem]]] = []  # items that no template gives, and before which entry
     for fqn, value in state_dict.items():
         layout = _layout_of(value, seen)
-        if layout in templates:
-            template = templates[layout]
+        number = None if layout is None else numbers.get(layout)
+        if number is None:
+            made = default_planner.create_default_local_save_plan({fqn: value}, is_coordinator).items
+            is_alike = layout is not None and len(made) == 1 and made[0].index.fqn == fqn
+            template = read_template(made[0]) if is_alike else None
             if template is not None:
-                items.append(_make_item(fqn, template))
-            continue
-        made = default_planner.create_default_local_save_plan({fqn: value}, is_coordinator).items
-        items += made
-        if layout is not None and not made:
-            templates[layout] = None  # this rank is not in its mesh
-        elif layout is not None and _is_alike(made, fqn):
-            templates[layout] = _read_template(made[0])
-    return items
+                number = numbers[layout] = len(templates)
+                templates.append(template)
+            elif layout is not None and not made:
+                number = numbers[layout] = _NOT_IN_MESH
+            else:
+                odd.append((len(fqns), made))
+                continue
+        if number != _NOT_IN_MESH:
+            fqns.append(fqn)
+            entries.append(number)
+    outline = PlanOutline(fqns, entries, templates, planner_data)
+    if not odd and all(type(fqn) is str for fqn in fqns):
+        return make_plan_later(outline)
+    items, regular, start = [], outline.make_items(), 0
+    for position, made in odd:
+        items += [*regular[start:position], *made]
+        start = position
+    return SavePlan(items + regular[start:], planner_data=planner_data)
 
 
-# Type, hint and offset of the index; offsets and sizes of the chunk; fields of the properties; size.
-_Template = tuple[WriteItemType, Any, torch.Size, torch.Size, torch.Size, dict[str, Any], torch.Size]
-
-
-def _make_item(fqn: str, template: _Template) -> WriteItem:
-    """Do what the classes' own ``__init__`` does, which takes twice as long where they are frozen."""
-    kind, hint, offset, offsets, sizes, properties, size = template
-    new = object.__new__
-    index = new(MetadataIndex)
-    fields = index.__dict__
-    fields["fqn"] = fqn
-    fields["index"] = hint
-    fields["offset"] = offset
-    own_properties = new(TensorProperties)
-    own_properties.__dict__.update(properties)
-    data = new(TensorWriteData)
-    fields = data.__dict__
-    fields["chunk"] = ChunkStorageMetadata(offsets, sizes)
-    fields["properties"] = own_properties
-    fields["size"] = size
-    item = new(WriteItem)
-    fields = item.__dict__
-    fields["index"] = index
-    fields["type"] = kind
-    fields["bytes_io_data"] = None
-    fields["tensor_data"] = data
-    return item
-
-
-def _is_alike(made: list[WriteItem], fqn: str) -> bool:
-    """Whether these items of an entry are one that every entry of its layout has under its own name."""
-    if len(made) != 1 or made[0].index.fqn != fqn:
-        return False
-    return made[0].type is not WriteItemType.BYTE_IO and is_regular_item(made[0])
-
-
-def _read_template(item: WriteItem) -> _Template:
-    index, data = item.index, item.tensor_data
-    assert data is not None and index.offset is not None  # noqa: S101, PT018 - regular, and no bytes
-    return (
-        item.type, index.index, index.offset, data.chunk.offsets, data.chunk.sizes,
-        dict(data.properties.__dict__), data.size,
-    )  # fmt: skip
+_NOT_IN_MESH = -1
+_BYTES = "bytes"
 
 
 def _layout_of(value: Any, seen: dict[int, Any]) -> Any:
@@ -192,9 +169,11 @@ def _layout_of(value: Any, seen: dict[int, Any]) -> Any:
     """
     kind = type(value)
     if kind is not DTensor:
-        if (kind is not torch.Tensor and kind is not Parameter) or hasattr(value, "__create_write_items__"):
+        if hasattr(value, "__create_write_items__"):
             return None
-        return (value.shape, value.dtype, value.layout, value.requires_grad, value.is_pinned())
+        if kind is torch.Tensor or kind is Parameter:
+            return (value.shape, value.dtype, value.layout, value.requires_grad, value.is_pinned())
+        return None if isinstance(value, (torch.Tensor, ShardedTensor)) else _BYTES
     local = value._local_tensor  # noqa: SLF001 - what to_local() gives, without autograd
     if type(local) is not torch.Tensor or hasattr(local, "__create_write_items__"):
         return None

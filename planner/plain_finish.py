@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from planner.known_code import are_known, names
-from planner.lazy_metadata import is_pending
+from planner.pending import is_pending
 from planner.save_columns import ResultLists
 from planner.wire.gc_pause import paused_gc
 from planner.wrapping import is_inherited

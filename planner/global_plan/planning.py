@@ -22,9 +22,10 @@ from planner.global_plan.table import (
 )
 from planner.global_plan.validate import find_suspects
 from planner.wire.columns import Int64Column
+from planner.wire.final_plans import encode_final_plan_columns
 from planner.wire.gc_pause import paused_gc
 from planner.wire.mappings import MappingPath
-from planner.wire.plans import BYTE_IO_CODE, PlanSchema, encode_final_plan_columns, make_items, make_plan
+from planner.wire.plans import BYTE_IO_CODE, PlanSchema, make_items, make_plan
 from planner.wire.state import BYTES, TENSOR, Layouts, StateColumns
 from planner.wire.tensors import FIELDS_ARE_KNOWN, PropertyValues
 

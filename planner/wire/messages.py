@@ -14,16 +14,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from planner.errors import PayloadError
+from planner.pending import look_at
+from planner.wire.final_plans import decode_final_plan, encode_final_plan
 from planner.wire.frame import Kind, decode_message, encode_message
 from planner.wire.metadata import decode_metadata, encode_metadata
 from planner.wire.objects import decode_object, encode_object
+from planner.wire.outline import PlanOutline
 from planner.wire.plans import (
     PlanSchema,
-    decode_final_plan,
     decode_load_plan,
     decode_plan_body,
     decode_schema,
-    encode_final_plan,
     encode_load_plan,
     encode_plan,
 )
@@ -48,7 +49,7 @@ def encode_value(value: Any, *, base: SavePlan | None = None, path: str, strict:
     Raises:
         UnencodableError: something in ``value`` cannot travel; names its path and type.
     """
-    if type(value) is SavePlan:
+    if type(look_at(value)) is SavePlan:
         if base is not None:
             return (encode_final_plan(value, base, path=path, strict=strict),)
         return encode_plan(value, path=path, strict=strict)
@@ -82,19 +83,23 @@ def _kind_in(frame: bytes) -> int | None:
 
 def encode_reply(value: Any, *, base: SavePlan | None = None, path: str, strict: bool) -> tuple[bytes, ...]:
     """Return the parts that carry ``value`` to a rank, one but for metadata; see ``encode_value``."""
-    if type(value) is SavePlan and base is None:  # nobody's local plan: rare enough to go as an object
+    # Nobody's local plan is rare enough to go as an object.
+    if base is None and type(look_at(value)) is SavePlan:
         return (encode_message(Kind.OBJECT, encode_object(value, path=path, strict=strict)),)
     return encode_value(value, base=base, path=path, strict=strict)
 
 
 def decode_value(
-    parts: Sequence[bytes], *, base: SavePlan | None = None, schemas: dict[bytes, PlanSchema] | None = None
+    parts: Sequence[bytes],
+    *,
+    base: SavePlan | PlanOutline | None = None,
+    schemas: dict[bytes, PlanSchema] | None = None,
 ) -> Any:
     """Return what ``encode_value`` was given.
 
     Args:
         parts: the frames, in order.
-        base: as for ``encode_value``.
+        base: as for ``encode_value``; for a local plan its outline will do.
         schemas: schemas read so far, by their bytes; one that many plans share is read once.
 
     Raises:
@@ -122,5 +127,5 @@ def decode_value(
     if kind == Kind.LOAD_PLAN:
         return decode_load_plan(parts[0])
     if kind == Kind.WRITE_RESULTS:
-        return decode_results(parts[0], base)
+        return decode_results(parts[0], None if isinstance(base, PlanOutline) else base)
     return decode_object(decode_message(parts[0], Kind.OBJECT), path="object")

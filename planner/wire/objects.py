@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.storage import WriteResult
 
 from planner.errors import PayloadError, UnencodableError, WireError
+from planner.pending import is_pending, look_at
 from planner.wire.check import (
     describe,
     expect_bytes,
@@ -229,6 +230,8 @@ class _Encoder:
             return _encode_int(value)
         encode = _ENCODERS.get(cls)
         if encode is None and cls not in _codecs_by_class:
+            if is_pending(value):
+                return self.encode(look_at(value), path)
             return self._pickle(value, path)
         if id(value) in self._open:
             raise UnencodableError(str(path), type_name_of(value), "it contains itself")

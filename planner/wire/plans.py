@@ -1,4 +1,4 @@
-"""Save plans in columns, final plans as differences, load plans.
+"""Local plans in columns, and load plans.
 
 A local plan is two frames. The *schema* has what most ranks have in common: names, item types, tensor
 properties, global sizes, planner_data. The *body* has the rest: offsets and sizes of chunks, hints,
@@ -6,8 +6,7 @@ storage_data, and the digest of the schema it belongs to, so that the digest of 
 of a whole plan. Equal plans give equal bytes.
 
 Items that are not regular (see ``planner.wire.tensors``) stand in the body as objects, each with its
-position; a plan that is not regular stands there as one object. A final plan refers to the items of the
-plan that its rank had sent, and has in full only those that are not among them.
+position; a plan that is not regular stands there as one object.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from planner.errors import PayloadError
+from planner.pending import look_at
 from planner.wire.check import (
     describe,
     expect_bool,
@@ -43,10 +43,8 @@ from planner.wire.check import (
 )
 from planner.wire.columns import (
     Int64Column,
-    pack_flags,
     pack_ints,
     pack_optional_ints,
-    unpack_flags,
     unpack_ints,
     unpack_optional_ints,
 )
@@ -54,6 +52,7 @@ from planner.wire.frame import Kind, decode_message, digest, encode_message
 from planner.wire.gc_pause import paused_gc
 from planner.wire.mappings import MappingPath, decode_mapping, encode_mapping
 from planner.wire.objects import decode_object, encode_object, type_name_of
+from planner.wire.outline import PlanOutline
 from planner.wire.tensors import (
     FIELDS_ARE_KNOWN,
     MAX_NUM_DIMS,
@@ -61,7 +60,6 @@ from planner.wire.tensors import (
     PropertyValues,
     SizeTable,
     decode_properties_table,
-    is_regular_index,
     is_regular_item,
     make_index,
     property_values,
@@ -72,20 +70,21 @@ __all__ = [
     "SHARD_CODE",
     "PlanColumns",
     "PlanSchema",
-    "decode_final_plan",
+    "decode_item",
     "decode_load_plan",
     "decode_plan",
     "decode_plan_body",
     "decode_plan_columns",
     "decode_planner_data",
+    "decode_positions",
     "decode_schema",
-    "encode_final_plan",
-    "encode_final_plan_columns",
     "encode_load_plan",
     "encode_plan",
     "encode_planner_data",
+    "is_regular_plan",
     "make_items",
     "make_plan",
+    "merge_items",
 ]
 
 # The order is the wire's; WriteItemType's own numbers are torch's business.
@@ -116,19 +115,6 @@ _SCHEMA_KEYS = frozenset(
     )
 )
 _BODY_KEYS = frozenset(("schema", "offsets", "sizes", "hints", "odd_positions", "odd_items", "storage_data"))
-_FINAL_KEYS = frozenset(
-    (
-        "base_count",
-        "kept",
-        "hinted",
-        "hints",
-        "new_positions",
-        "new_items",
-        "storage_data",
-        "planner_data",
-        "usable",
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -197,7 +183,8 @@ class PlanColumns:
     storage_data: Any
 
 
-def _is_regular_plan(plan: Any) -> bool:
+def is_regular_plan(plan: Any) -> bool:
+    """Whether ``plan`` is a plain ``SavePlan`` with a list of whatever items."""
     return (
         FIELDS_ARE_KNOWN
         and type(plan) is SavePlan
@@ -281,11 +268,60 @@ def _decode_storage_data(tree: Any, shared: list[Any], *, path: str) -> Any:
 # Local plans
 
 
-def encode_plan(plan: SavePlan, *, path: str = "plan", strict: bool) -> tuple[bytes, bytes]:
+class _ItemColumns:
+    """Collects the regular items of a plan, in order."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.fqn_numbers: list[int] = []
+        self.types = bytearray()
+        self.table = PropertiesTable()
+        self.property_numbers: list[int] = []
+        self.num_dims: list[int] = []
+        self.global_sizes: list[int] = []
+        self.offsets: list[int] = []
+        self.chunk_sizes: list[int] = []
+        self.nbytes: list[int | None] = []
+        self.hints: list[int | None] = []
+
+    def add_item(self, item: WriteItem) -> None:
+        """Add one regular item."""
+        index, data = item.index, item.tensor_data
+        if data is None:
+            self.add(index.fqn, item.type, index.index, None, getattr(item.bytes_io_data, "nbytes", None))
+        else:
+            tensor = (data.chunk.offsets, data.chunk.sizes, property_values(data.properties), data.size)
+            self.add(index.fqn, item.type, index.index, tensor)
+
+    def add(
+        self,
+        fqn: str,
+        item_type: WriteItemType,
+        hint: int | None,
+        tensor: tuple[torch.Size, torch.Size, PropertyValues, torch.Size] | None,
+        nbytes: int | None = None,
+    ) -> None:
+        """Add one by its parts, for a tensor the offsets and sizes of its chunk, its properties, its size."""
+        self.fqn_numbers.append(self.numbers.setdefault(fqn, len(self.numbers)))
+        self.hints.append(hint)
+        if tensor is None:
+            self.types.append(BYTE_IO_CODE)
+            self.nbytes.append(nbytes)
+            return
+        self.types.append(SHARD_CODE if item_type is _SHARD else _TENSOR_CODE)
+        offsets, sizes, properties, size = tensor
+        self.num_dims.append(len(size))
+        self.global_sizes.extend(size)
+        self.offsets.extend(offsets)
+        self.chunk_sizes.extend(sizes)
+        self.property_numbers.append(self.table.number(properties))
+
+
+def encode_plan(plan: SavePlan | PlanOutline, *, path: str = "plan", strict: bool) -> tuple[bytes, bytes]:
     """Encode a local plan.
 
     Args:
-        plan: any plan; a subclass or an odd one just takes more bytes.
+        plan: any plan, or the outline of one; a subclass or an odd one just takes more bytes.
         path: what to call it in errors.
         strict: refuse what only pickle can carry.
 
@@ -295,59 +331,39 @@ def encode_plan(plan: SavePlan, *, path: str = "plan", strict: bool) -> tuple[by
     Raises:
         UnencodableError: if a part of it cannot travel.
     """
-    if not _is_regular_plan(plan):
+    columns = _ItemColumns()
+    odd_positions: list[int] = []
+    odd_items: list[Any] = []
+    if isinstance(plan, PlanOutline):
+        for fqn, item_type, hint, tensor in plan.entries():
+            columns.add(fqn, item_type, hint, tensor)
+    elif not is_regular_plan(look_at(plan)):
         schema = encode_message(Kind.PLAN_SCHEMA, {"whole": True})
         tree = {"schema": digest(schema), "plan": encode_object(plan, path=path, strict=strict)}
         return schema, encode_message(Kind.PLAN_BODY, tree)
+    else:
+        for position, item in enumerate(plan.items):
+            if is_regular_item(item):
+                columns.add_item(item)
+            else:
+                odd_positions.append(position)
+                odd_items.append(encode_object(item, path=f"{path}.items[{position}]", strict=strict))
 
-    numbers: dict[str, int] = {}
-    fqn_numbers: list[int] = []
-    types = bytearray()
-    table = PropertiesTable()
-    property_numbers: list[int] = []
-    num_dims: list[int] = []
-    global_sizes: list[int] = []
-    offsets: list[int] = []
-    chunk_sizes: list[int] = []
-    nbytes: list[int | None] = []
-    hints: list[int | None] = []
-    odd_positions: list[int] = []
-    odd_items: list[Any] = []
-    for position, item in enumerate(plan.items):
-        if not is_regular_item(item):
-            odd_positions.append(position)
-            odd_items.append(encode_object(item, path=f"{path}.items[{position}]", strict=strict))
-            continue
-        index, tensor_data = item.index, item.tensor_data
-        fqn_numbers.append(numbers.setdefault(index.fqn, len(numbers)))
-        hints.append(index.index)
-        if tensor_data is None:
-            types.append(BYTE_IO_CODE)
-            nbytes.append(None if item.bytes_io_data is None else item.bytes_io_data.nbytes)
-        else:
-            types.append(SHARD_CODE if item.type is _SHARD else _TENSOR_CODE)
-            chunk, size = tensor_data.chunk, tensor_data.size
-            num_dims.append(len(size))
-            global_sizes.extend(size)
-            offsets.extend(chunk.offsets)
-            chunk_sizes.extend(chunk.sizes)
-            property_numbers.append(table.number(tensor_data.properties))
-
-    names = list(numbers)
+    names = list(columns.numbers)
     shared: list[Any] = []
     storage_tree = _encode_storage_data(plan.storage_data, shared, path=f"{path}.storage_data", strict=strict)
     schema = encode_message(
         Kind.PLAN_SCHEMA,
         {
-            "count": len(fqn_numbers),
+            "count": len(columns.fqn_numbers),
             "fqns": names,
-            "fqn_numbers": None if len(names) == len(fqn_numbers) else pack_ints(fqn_numbers),
-            "types": bytes(types),
-            "properties": table.tree(),
-            "property_numbers": pack_ints(property_numbers),
-            "num_dims": pack_ints(num_dims),
-            "sizes": pack_ints(global_sizes),
-            "nbytes": pack_optional_ints(nbytes),
+            "fqn_numbers": None if len(names) == len(columns.fqn_numbers) else pack_ints(columns.fqn_numbers),
+            "types": bytes(columns.types),
+            "properties": columns.table.tree(),
+            "property_numbers": pack_ints(columns.property_numbers),
+            "num_dims": pack_ints(columns.num_dims),
+            "sizes": pack_ints(columns.global_sizes),
+            "nbytes": pack_optional_ints(columns.nbytes),
             "usable": encode_object(plan.usable, path=f"{path}.usable", strict=strict),
             "planner_data": encode_planner_data(
                 plan.planner_data, names, path=f"{path}.planner_data", strict=strict
@@ -360,9 +376,9 @@ def encode_plan(plan: SavePlan, *, path: str = "plan", strict: bool) -> tuple[by
         Kind.PLAN_BODY,
         {
             "schema": digest(schema),
-            "offsets": pack_ints(offsets),
-            "sizes": pack_ints(chunk_sizes),
-            "hints": pack_optional_ints(hints),
+            "offsets": pack_ints(columns.offsets),
+            "sizes": pack_ints(columns.chunk_sizes),
+            "hints": pack_optional_ints(columns.hints),
             "odd_positions": pack_ints(odd_positions),
             "odd_items": odd_items,
             "storage_data": storage_tree,
@@ -458,7 +474,12 @@ def _expect_own_schema(found: Any, schema: PlanSchema) -> None:
         raise PayloadError("body.schema", f"the schema with digest {schema.digest.hex()}", shown)
 
 
-def _decode_positions(tree: Any, *, count: int, total: int, path: str) -> list[int]:
+def decode_positions(tree: Any, *, count: int, total: int, path: str) -> list[int]:
+    """Read ascending positions below ``total``.
+
+    Raises:
+        PayloadError: if ``tree`` is no column of ``count`` such.
+    """
     positions = unpack_ints(tree, count=count, path=path, low=0, high=total - 1)
     if count > 1 and int(np.diff(positions).min()) <= 0:
         raise PayloadError(path, "ascending positions", "others")
@@ -485,7 +506,7 @@ def decode_plan_columns(schema: PlanSchema, body: bytes) -> PlanColumns:
     num_numbers = len(schema.flat_sizes)
     count = len(schema.fqns)
     odd_trees = expect_list(tree["odd_items"], "body.odd_items")
-    odd_positions = _decode_positions(
+    odd_positions = decode_positions(
         tree["odd_positions"],
         count=len(odd_trees),
         total=count + len(odd_trees),
@@ -497,7 +518,7 @@ def decode_plan_columns(schema: PlanSchema, body: bytes) -> PlanColumns:
         hints=unpack_optional_ints(tree["hints"], count=count, path="body.hints"),
         odd_positions=odd_positions,
         odd_items=[
-            _decode_item(odd_tree, f"plan.items[{position}]")
+            decode_item(odd_tree, f"plan.items[{position}]")
             for position, odd_tree in zip(odd_positions, odd_trees, strict=True)
         ],
         storage_data=_decode_storage_data(
@@ -506,8 +527,8 @@ def decode_plan_columns(schema: PlanSchema, body: bytes) -> PlanColumns:
     )
 
 
-def _decode_item(tree: Any, path: str) -> Any:
-    # Not checked to be a WriteItem: planners of others may put into a plan what only they understand.
+def decode_item(tree: Any, path: str) -> Any:
+    """Read an item that is not regular; planners of others may put into a plan what only they understand."""
     return decode_object(tree, path=path)
 
 
@@ -554,7 +575,7 @@ def make_items(
     return items
 
 
-def _merge(items: Iterable[Any], positions: list[int], others: list[Any]) -> list[Any]:
+def merge_items(items: Iterable[Any], positions: Sequence[int], others: Sequence[Any]) -> list[Any]:
     """Put ``others`` at ``positions`` of the result and ``items`` at the rest, each in its order."""
     if not positions:
         return list(items)
@@ -592,7 +613,7 @@ def make_plan(
     with paused_gc():
         items = make_items(schema, columns, kept=kept, hints=hints)
     return SavePlan(
-        _merge(items, columns.odd_positions, columns.odd_items),
+        merge_items(items, columns.odd_positions, columns.odd_items),
         columns.storage_data,
         schema.planner_data(),
         decode_object(schema.usable_tree, path="plan.usable"),
@@ -615,285 +636,6 @@ def decode_plan(schema: bytes, body: bytes) -> SavePlan:
         WireError: if a frame or its contents are not those of a plan, or they do not belong together.
     """
     return decode_plan_body(decode_schema(schema), body)
-
-
-# --------------------------------------------------------------------------------------------------
-# Final plans
-
-
-def _base_items(base: Any) -> list[Any]:
-    items = getattr(base, "items", None)
-    return items if type(items) is list else []
-
-
-def _is_same_but_hint(item: WriteItem, base_item: WriteItem) -> bool:
-    """Tell whether two regular items are equal, index hints aside."""
-    return (
-        item.type is base_item.type
-        and item.index.fqn == base_item.index.fqn
-        and (item.tensor_data is base_item.tensor_data or item.tensor_data == base_item.tensor_data)
-        and item.bytes_io_data == base_item.bytes_io_data
-    )
-
-
-def _has_parts_of(base_item: Any, item: WriteItem) -> bool:
-    """Tell, faster, whether ``base_item`` is regular because it shares the data of a regular tensor item.
-
-    This is what global planning gives: it replaces an item's index and keeps the rest.
-    """
-    return (
-        type(base_item) is WriteItem
-        and item.tensor_data is not None
-        and base_item.tensor_data is item.tensor_data
-        and base_item.bytes_io_data is None
-        and len(base_item.__dict__) == len(item.__dict__)
-        and is_regular_index(base_item.index)
-        and base_item.index.offset == item.index.offset
-    )
-
-
-class _BaseFinder:
-    """Finds items of a final plan in the base plan, in order."""
-
-    def __init__(self, base_items: list[Any]) -> None:
-        self._items = base_items
-        self._next = 0
-        self._positions: dict[str, list[int]] | None = None
-
-    def find(self, item: WriteItem) -> int | None:
-        """Return the position of the first equal item past those found before, or None."""
-        if self._next < len(self._items) and self._matches(item, self._next):
-            self._next += 1
-            return self._next - 1
-        if self._positions is None:
-            self._positions = {}
-            for position, base_item in enumerate(self._items):
-                if is_regular_item(base_item):
-                    self._positions.setdefault(base_item.index.fqn, []).append(position)
-        for position in self._positions.get(item.index.fqn, ()):
-            if position >= self._next and self._matches(item, position):
-                self._next = position + 1
-                return position
-        return None
-
-    def _matches(self, item: WriteItem, position: int) -> bool:
-        base_item = self._items[position]
-        return (_has_parts_of(base_item, item) or is_regular_item(base_item)) and _is_same_but_hint(
-            item, base_item
-        )
-
-
-def encode_final_plan(plan: SavePlan, base: SavePlan, *, path: str = "plan", strict: bool) -> bytes:
-    """Encode a rank's final plan as what differs from the local plan it had sent.
-
-    Args:
-        plan: the final plan.
-        base: the local plan, as sent or as decoded; both give the same.
-        path: what to call the final plan in errors.
-        strict: refuse what only pickle can carry.
-
-    Raises:
-        UnencodableError: if a part of it cannot travel.
-    """
-    if not _is_regular_plan(plan):
-        tree = {"plan": encode_object(plan, path=path, strict=strict)}
-        return encode_message(Kind.FINAL_PLAN, tree)
-    base_items = _base_items(base)
-    finder = _BaseFinder(base_items)
-    kept = np.zeros(len(base_items), dtype=np.bool_)
-    hinted: list[bool] = []
-    hints: list[int | None] = []
-    new_positions: list[int] = []
-    new_items: list[Any] = []
-    for position, item in enumerate(plan.items):
-        found = finder.find(item) if is_regular_item(item) else None
-        if found is None:
-            new_positions.append(position)
-            new_items.append(encode_object(item, path=f"{path}.items[{position}]", strict=strict))
-            continue
-        kept[found] = True
-        has_new_hint = item.index.index != base_items[found].index.index
-        hinted.append(has_new_hint)
-        if has_new_hint:
-            hints.append(item.index.index)
-    return _encode_final_tree(
-        kept=kept,
-        hinted=hinted,
-        hints=pack_optional_ints(hints),
-        new_positions=new_positions,
-        new_items=new_items,
-        storage_data=None
-        if plan.storage_data is getattr(base, "storage_data", None)
-        else [encode_object(plan.storage_data, path=f"{path}.storage_data", strict=strict)],
-        planner_data=None
-        if _is_same_planner_data(plan.planner_data, getattr(base, "planner_data", None))
-        else encode_planner_data(
-            plan.planner_data, _regular_names(base_items), path=f"{path}.planner_data", strict=strict
-        ),
-        usable=encode_object(plan.usable, path=f"{path}.usable", strict=strict),
-    )
-
-
-def encode_final_plan_columns(
-    schema: PlanSchema,
-    columns: PlanColumns,
-    kept: npt.NDArray[np.bool_],
-    hints: Int64Column,
-    *,
-    storage_data: Any,
-    path: str = "plan",
-    strict: bool,
-) -> bytes:
-    """Encode a rank's final plan that is its local plan with fewer items and other hints.
-
-    The bytes are those of ``encode_final_plan`` for that final plan; neither plan is made.
-
-    Args:
-        schema: the schema of the local plan.
-        columns: the body of the local plan; all its items are regular.
-        kept: which of its items the final plan has; shape (count,).
-        hints: the new index hint of each tensor among its items; what stands at other items and at
-            those not kept is not looked at; shape (count,), int64.
-        storage_data: that of the final plan; ``columns.storage_data`` itself where it did not change.
-        path: what to call the final plan in errors.
-        strict: refuse what only pickle can carry.
-
-    Raises:
-        UnencodableError: if ``storage_data`` cannot travel.
-    """
-    positions = np.flatnonzero(kept)
-    hinted: npt.NDArray[np.bool_] = schema.type_codes[positions] != BYTE_IO_CODE
-    new_hints = hints[positions]
-    if columns.hints.count(None) != len(columns.hints):
-        old_hints = compress(columns.hints, kept.tolist())
-        is_other = [old != new for old, new in zip(old_hints, new_hints.tolist(), strict=True)]
-        hinted &= np.asarray(is_other, dtype=np.bool_)
-    new_hints = new_hints[hinted]
-    usable = decode_object(schema.usable_tree, path=f"{path}.usable")
-    return _encode_final_tree(
-        kept=kept,
-        hinted=hinted,
-        # None of them is None: the same as pack_optional_ints of a list, without the list.
-        hints=[None, pack_ints(new_hints)] if len(new_hints) else None,
-        new_positions=[],
-        new_items=[],
-        storage_data=None
-        if storage_data is columns.storage_data
-        else [encode_object(storage_data, path=f"{path}.storage_data", strict=strict)],
-        planner_data=None,
-        usable=encode_object(usable, path=f"{path}.usable", strict=strict),
-    )
-
-
-def _encode_final_tree(
-    *,
-    kept: npt.NDArray[np.bool_],
-    hinted: Sequence[bool] | npt.NDArray[np.bool_],
-    hints: Any,
-    new_positions: list[int],
-    new_items: list[Any],
-    storage_data: Any,
-    planner_data: Any,
-    usable: Any,
-) -> bytes:
-    tree = {
-        "base_count": len(kept),
-        "kept": pack_flags(kept),
-        "hinted": pack_flags(hinted),
-        "hints": hints,
-        "new_positions": pack_ints(new_positions),
-        "new_items": new_items,
-        "storage_data": storage_data,
-        "planner_data": planner_data,
-        "usable": usable,
-    }
-    return encode_message(Kind.FINAL_PLAN, tree)
-
-
-def _regular_names(items: list[Any]) -> list[str]:
-    return list(dict.fromkeys(item.index.fqn for item in items if is_regular_item(item)))
-
-
-def _is_same_planner_data(planner_data: Any, base_data: Any) -> bool:
-    if planner_data is base_data:
-        return True
-    # Equality says too little about anything else: it knows no order, and 1 == True.
-    mapping = encode_mapping(planner_data, [])
-    return mapping is not None and mapping == encode_mapping(base_data, [])
-
-
-def _copy_item(item: WriteItem, hint: int | None) -> WriteItem:
-    tensor_data = item.tensor_data
-    if tensor_data is not None:
-        chunk = tensor_data.chunk
-        properties = TensorProperties(*property_values(tensor_data.properties))
-        tensor_data = TensorWriteData(
-            ChunkStorageMetadata(chunk.offsets, chunk.sizes), properties, tensor_data.size
-        )
-    offset = None if tensor_data is None else tensor_data.chunk.offsets
-    return WriteItem(make_index(item.index.fqn, offset, hint), item.type, item.bytes_io_data, tensor_data)
-
-
-def decode_final_plan(data: bytes, base: SavePlan) -> SavePlan:
-    """Make the final plan again on the rank that sent ``base``.
-
-    Args:
-        data: a FINAL_PLAN frame.
-        base: the local plan; it is not changed, and shares no items with the result.
-
-    Raises:
-        WireError: if the frame or its contents are not those of a final plan for ``base``.
-    """
-    tree = decode_message(data, Kind.FINAL_PLAN)
-    if type(tree) is dict and tree.keys() == {"plan"}:
-        plan = decode_object(tree["plan"], path="plan")
-        if not isinstance(plan, SavePlan):
-            raise PayloadError("plan", "a SavePlan", type_name_of(plan))
-        return plan
-    expect_map(tree, "plan", _FINAL_KEYS)
-    base_items = _base_items(base)
-    num_base = expect_int(tree["base_count"], "plan.base_count", len(base_items), len(base_items))
-    kept = np.flatnonzero(unpack_flags(tree["kept"], count=num_base, path="plan.kept")).tolist()
-    hinted = unpack_flags(tree["hinted"], count=len(kept), path="plan.hinted")
-    new_hints = iter(unpack_optional_ints(tree["hints"], count=int(hinted.sum()), path="plan.hints"))
-    items: list[WriteItem] = []
-    with paused_gc():
-        for position, has_new_hint in zip(kept, hinted.tolist(), strict=True):
-            item = base_items[position]
-            if not is_regular_item(item):
-                found = f"item {position} of type {type_name_of(item)}"
-                raise PayloadError("plan.kept", "regular items", found)
-            items.append(_copy_item(item, next(new_hints) if has_new_hint else item.index.index))
-    new_trees = expect_list(tree["new_items"], "plan.new_items")
-    new_positions = _decode_positions(
-        tree["new_positions"],
-        count=len(new_trees),
-        total=len(items) + len(new_trees),
-        path="plan.new_positions",
-    )
-    new_items = [
-        _decode_item(new_tree, f"plan.items[{position}]")
-        for position, new_tree in zip(new_positions, new_trees, strict=True)
-    ]
-    if tree["storage_data"] is None:
-        storage_data = getattr(base, "storage_data", None)
-    else:
-        (storage_tree,) = expect_list(tree["storage_data"], "plan.storage_data", 1)
-        storage_data = decode_object(storage_tree, path="plan.storage_data")
-    if tree["planner_data"] is None:
-        planner_data = getattr(base, "planner_data", None)
-        if type(planner_data) is dict:
-            planner_data = dict(planner_data)
-    else:
-        planner_data = decode_planner_data(
-            tree["planner_data"], _regular_names(base_items), path="plan.planner_data"
-        )
-    return SavePlan(
-        _merge(items, new_positions, new_items),
-        storage_data,
-        planner_data,
-        decode_object(tree["usable"], path="plan.usable"),
-    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -37,7 +38,7 @@ from planner.wire.tensors import (
 
 __all__ = ["ResultColumns", "decode_result_columns", "decode_results", "encode_results"]
 
-_RESULT_FIELDS = ("index", "size_in_bytes", "storage_data")
+_NUM_RESULT_FIELDS = 3
 _KEYS = frozenset(("base_count", "count", "items", "sizes", "infos", "odd_positions", "odd_results"))
 _IndexKey = tuple[str, torch.Size | None, int | None]
 
@@ -72,6 +73,7 @@ def _index_keys(base: SavePlan | None) -> list[_IndexKey | None]:
     return [_index_key(getattr(item, "index", None)) for item in items]
 
 
+@paused_gc()
 def encode_results(
     results: list[WriteResult], base: SavePlan | None, *, path: str = "results", strict: bool
 ) -> bytes:
@@ -89,11 +91,7 @@ def encode_results(
     given: Any = results
     if not isinstance(given, list):
         raise UnencodableError(path, type_name_of(results), "write_data has to give a list of WriteResult")
-    base_keys = _index_keys(base)
-    positions: dict[_IndexKey, int] = {}
-    for position, key in enumerate(base_keys):
-        if key is not None:
-            positions.setdefault(key, position)
+    positions = _Positions(base)
     items: list[int] = []
     sizes: list[int] = []
     infos = StorageInfoTable()
@@ -103,7 +101,7 @@ def encode_results(
         if not isinstance(result, WriteResult):
             reason = "write_data has to give a list of WriteResult"
             raise UnencodableError(f"{path}[{number}]", type_name_of(result), reason)
-        found = positions.get(key) if (key := _regular_key(result)) is not None else None
+        found = positions.find(result.index) if _is_regular(result) else None
         if found is None:
             odd_positions.append(number)
             odd_results.append(encode_object(result, path=f"{path}[{number}]", strict=strict))
@@ -112,9 +110,9 @@ def encode_results(
         sizes.append(result.size_in_bytes)
         infos.append(result.storage_data)
     tree = {
-        "base_count": len(base_keys),
+        "base_count": len(positions),
         "count": len(results),
-        "items": None if items == list(range(len(base_keys))) else pack_ints(items),
+        "items": None if items == list(range(len(positions))) else pack_ints(items),
         "sizes": pack_ints(sizes),
         "infos": encode_storage_infos(infos.infos(), [len(items)]),
         "odd_positions": pack_ints(odd_positions),
@@ -123,17 +121,45 @@ def encode_results(
     return encode_message(Kind.WRITE_RESULTS, tree)
 
 
-def _regular_key(result: WriteResult) -> _IndexKey | None:
-    if (
-        not FIELDS_ARE_KNOWN
-        or type(result) is not WriteResult
-        or tuple(result.__dict__) != _RESULT_FIELDS
-        or type(result.size_in_bytes) is not int
-        or not INT64_MIN <= result.size_in_bytes <= INT64_MAX
-        or not is_regular_storage_info(result.storage_data)
-    ):
-        return None
-    return _index_key(result.index)
+def _is_regular(result: WriteResult) -> bool:
+    if type(result) is not WriteResult or not FIELDS_ARE_KNOWN:
+        return False
+    attributes = result.__dict__
+    size = attributes.get("size_in_bytes")
+    return (
+        len(attributes) == _NUM_RESULT_FIELDS
+        and type(size) is int
+        and INT64_MIN <= size <= INT64_MAX
+        and is_regular_storage_info(attributes.get("storage_data"))
+        and is_regular_index(attributes.get("index"))
+    )
+
+
+class _Positions:
+    """Where in the final plan an index stands."""
+
+    def __init__(self, base: SavePlan | None) -> None:
+        self._base = base
+        items = base.items if base is not None and type(base.items) is list else []
+        # Writers return the very index of an item, and thousands of sizes take long to compare.
+        self._by_id = {id(getattr(item, "index", None)): position for position, item in enumerate(items)}
+        self._by_key: dict[_IndexKey, int] | None = None
+        self._count = len(items) if items else len(_index_keys(base))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def find(self, index: MetadataIndex) -> int | None:
+        """Return the position of a regular ``index``, or of one that is equal, hint and all."""
+        found = self._by_id.get(id(index))
+        if found is not None:
+            return found
+        if self._by_key is None:
+            self._by_key = {}
+            for position, key in enumerate(_index_keys(self._base)):
+                if key is not None:
+                    self._by_key.setdefault(key, position)
+        return self._by_key.get((index.fqn, index.offset, index.index))
 
 
 def decode_result_columns(data: bytes, num_items: int) -> ResultColumns | None:

@@ -33,6 +33,7 @@ from planner.wire.tensors import (
     decode_properties_table,
     encode_properties_table,
     is_regular_chunk,
+    property_values,
 )
 
 __all__ = [
@@ -197,7 +198,7 @@ def state_columns_of(state: Any, *, path: str, strict: bool) -> StateColumns | N
         if kind == _ODD:
             odd.append(encode_object(entry, path=f"{path}[{name!r}]", strict=strict))
         elif kind == TENSOR:
-            property_numbers.append(properties.number(entry.properties))
+            property_numbers.append(properties.number(property_values(entry.properties)))
             layout = (
                 entry.size,
                 tuple(chunk.offsets for chunk in entry.chunks),

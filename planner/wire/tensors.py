@@ -216,9 +216,8 @@ class PropertiesTable:
     def __init__(self) -> None:
         self._numbers: dict[PropertyValues, int] = {}
 
-    def number(self, properties: TensorProperties) -> int:
-        """Return the number of regular ``properties``, a new one where they are new."""
-        values = property_values(properties)
+    def number(self, values: PropertyValues) -> int:
+        """Return the number of regular properties, a new one where they are new."""
         return self._numbers.setdefault(values, len(self._numbers))
 
     def values(self) -> list[PropertyValues]:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -322,6 +323,88 @@ def test_what_a_planner_or_a_writer_does_to_metadata_late_reaches_all_ranks(tmp_
         assert "late" not in first[turn, "plain"].state_dict_metadata
     for found in others:
         assert found == first
+
+
+class RetypingWriter(dcp.FileSystemWriter):
+    """Changes an item of the local plan in place."""
+
+    def prepare_local_plan(self, plan):
+        plan = super().prepare_local_plan(plan)
+        plan.items[0].tensor_data.properties.requires_grad = True
+        return plan
+
+
+def without_step(items):
+    """Without an item that other ranks have too."""
+    return [item for item in items if item.index.fqn != "step" or dist.get_rank() % 2]
+
+
+class DroppingWriter(dcp.FileSystemWriter):
+    """Changes the list of the local plan in place."""
+
+    def prepare_local_plan(self, plan):
+        plan = super().prepare_local_plan(plan)
+        plan.items[:] = without_step(plan.items)
+        return plan
+
+
+class MappingWriter(dcp.FileSystemWriter):
+    """Changes the mapping that is in the plan and in the planner."""
+
+    def prepare_local_plan(self, plan):
+        plan.planner_data["extra"] = ("extra",)
+        return super().prepare_local_plan(plan)
+
+
+class RemakingWriter(dcp.FileSystemWriter):
+    """Makes the local plan anew."""
+
+    def prepare_local_plan(self, plan):
+        plan = super().prepare_local_plan(plan)
+        return dataclasses.replace(plan, items=without_step(plan.items)[::-1])
+
+
+def save_with_changed_local_plans(rank, folder):
+    saver = Saver(folder)
+    state_dict = model(rank)
+    for writer in (RetypingWriter, DroppingWriter, MappingWriter, RemakingWriter):
+        saver.save(state_dict)
+        saver.save(state_dict, writer)
+        assert rank or "new parts" in saver.reuse[0]
+        saver.save(state_dict, writer)
+        assert saver.reuse == ["hit", "hit"]
+
+
+def test_a_local_plan_that_the_writer_changes_is_the_one_that_counts(tmp_path):
+    run_ranks(save_with_changed_local_plans, WORLD, str(tmp_path), timeout=200)
+
+
+def save_with_changed_tensors(rank, folder):
+    saver = Saver(folder)
+    state_dict = model(rank)
+    weights = state_dict["model"]
+    found = [without_ids(saver.save(state_dict))]
+    for change in (
+        weights["weight0"].requires_grad_,
+        lambda: setattr(state_dict["step"], "data", torch.ones(2, dtype=torch.float64)),
+        lambda: weights.update(weight2=weights["weight1"]),
+        lambda: weights.update(weight2=weights.pop("weight2")),  # last now
+        lambda: state_dict.update({"step": 3}),
+        lambda: state_dict.update({"more": {"step": 3}}),
+    ):
+        change()
+        found.append(without_ids(saver.save(state_dict)))
+        assert saver.reuse[0] != "hit"
+        saver.save(state_dict)
+        assert saver.reuse == ["hit", "hit"]
+        saver.check_loads(state_dict)
+    return found
+
+
+def test_entries_that_were_changed_in_place_or_moved_are_planned_anew(tmp_path):
+    for outcome in run_ranks(save_with_changed_tensors, WORLD, str(tmp_path), timeout=200):
+        for before, after in pairwise(outcome.value):
+            assert before != after or list(before.planner_data) != list(after.planner_data)
 
 
 def save_growing_objects(rank, folder):

@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from planner.global_plan import plan_globally
-from planner.wire.plans import decode_plan_columns, decode_schema, encode_final_plan, encode_plan, make_plan
+from planner.wire.final_plans import encode_final_plan
+from planner.wire.plans import decode_plan_columns, decode_schema, encode_plan, make_plan
 from tests import strategies
 from tests.support.states import build_metadata
 

@@ -18,13 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from planner import FrameError
-from planner.lazy_metadata import (
-    _PendingMetadata,
-    is_pending,
-    make_metadata_later,
-    read_metadata_later,
-    remake_later,
-)
+from planner.lazy_metadata import _PendingMetadata, make_metadata_later, read_metadata_later
+from planner.pending import is_pending, remake
 from planner.wire.metadata import encode_metadata
 
 
@@ -92,7 +87,7 @@ def test_metadata_that_was_finished_without_being_looked_at_shows_what_was_writt
     metadata = make_metadata_later(lambda: Metadata(make().state_dict_metadata))
     if is_looked_at:  # by another thread, in the meantime
         assert metadata.storage_data is None
-    remake_later(metadata, make)
+    remake(metadata, make)
     assert is_pending(metadata) != is_looked_at
     assert metadata == make()
     assert type(metadata) is Metadata

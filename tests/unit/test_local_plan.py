@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner import GlooCoordinatedPlanner, local_plan
+from planner.pending import is_pending, look_at
 
 WORLD_SIZE = 24
 
@@ -73,7 +74,7 @@ def outcome_of(planner, state_dict, *, is_coordinator=False):
         name: value for name, value in vars(inner).items() if name not in {"plan", "state_dict", "mappings"}
     }
     return (
-        details(plan),
+        details(look_at(plan)),
         list(inner.mappings.items()),
         [(name, id(value)) for name, value in inner.state_dict.items()],
         type(inner.state_dict),
@@ -235,6 +236,21 @@ def test_torch_is_asked_once_for_each_layout(monkeypatch):
         }
     assert_same(state_dict)
     assert asked == ["0.weight", "0.bias", "0.step"]
+
+
+def test_no_item_is_made_before_somebody_looks_whatever_is_in_the_state_dict():
+    mesh = mesh_of((8,))
+    state_dict = {
+        "weight": dtensor(mesh, [Shard(0)], (16, 4)),
+        "elsewhere": dtensor(mesh_of((4,), rank=3, first=8), [Shard(0)], (8,)),
+        "step": torch.tensor(1.0),
+        "options": {"lr": 0.1, "betas": (0.9, 0.999), "groups": [1, {"a": None}]},
+        "objects": [object(), Custom],
+    }
+    assert_same(state_dict)
+    planner = GlooCoordinatedPlanner()
+    planner.set_up_planner(state_dict)
+    assert is_pending(planner.create_local_plan())
 
 
 def test_the_known_functions_of_torch_are_those_of_the_torch_in_use():

@@ -29,11 +29,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 import planner.metadata_file
 import planner.plain_finish
 from planner.column_plans import LocalPlans, PlanFrames
-from planner.lazy_metadata import is_pending
+from planner.pending import is_pending
 from planner.plain_finish import plain_finish_of
 from planner.save_columns import DamagedResults, read_results
+from planner.wire.final_plans import decode_final_plan
 from planner.wire.metadata import decode_metadata, encode_metadata
-from planner.wire.plans import decode_final_plan, encode_plan
+from planner.wire.plans import encode_plan
 from planner.wire.results import encode_results
 from tests import strategies
 from tests.support.states import build_metadata

@@ -24,14 +24,13 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from planner.errors import FrameError, PayloadError, UnencodableError, WireError
+from planner.wire.final_plans import decode_final_plan, encode_final_plan
 from planner.wire.frame import Kind, decode_message, digest, encode_message
 from planner.wire.plans import (
-    decode_final_plan,
     decode_load_plan,
     decode_plan,
     decode_plan_body,
     decode_schema,
-    encode_final_plan,
     encode_load_plan,
     encode_plan,
 )

@@ -1,0 +1,104 @@
+"""Objects of DCP's dataclasses that are made when somebody looks at them.
+
+A pending object is of a class of its own, which says it is what it will be, and becomes a plain one at the
+first look, or the first change. That it is pending still says that nobody has looked at it, let alone
+changed it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+__all__ = ["Pending", "is_pending", "look_at", "remake", "source_of"]
+
+T = TypeVar("T")
+
+
+class Pending:
+    """A mixin, to stand before the dataclass: ``class PendingMetadata(Pending, Metadata)``.
+
+    Args:
+        make: makes the object, a new one.
+    """
+
+    will_be: ClassVar[type]
+    """The dataclass."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        object.__setattr__(self, "make", make)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return type(self).will_be
+        _make(self)
+        return getattr(self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        _make(self)
+        setattr(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        _make(self)
+        delattr(self, name)
+
+    def __eq__(self, other: object) -> bool:
+        _make(self)
+        return bool(self == other)
+
+    def __hash__(self) -> int:
+        _make(self)
+        return hash(self)
+
+    def __repr__(self) -> str:
+        _make(self)
+        return repr(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _make(self)
+        return self.__reduce_ex__(protocol)
+
+
+_making = threading.Lock()
+
+
+def _make(pending: object) -> None:
+    with _making:
+        kind = type(pending)
+        if not issubclass(kind, Pending):
+            return  # another thread has just made it
+        values = object.__getattribute__(pending, "__dict__")
+        made = values["make"]()
+        values.clear()
+        values.update(vars(made))
+        object.__setattr__(pending, "__class__", kind.will_be)
+
+
+def is_pending(value: object) -> bool:
+    """Whether ``value`` was to be made later, and nobody has looked at it, nor changed it, since."""
+    return issubclass(type(value), Pending)
+
+
+def look_at(value: T) -> T:
+    """Return ``value``; if it is to be made later, then it is made now."""
+    if is_pending(value):
+        _make(value)
+    return value
+
+
+def source_of(value: object) -> Callable[[], Any] | None:
+    """Return what ``value`` is to be made by, or None where it is not pending."""
+    with _making:
+        if not is_pending(value):
+            return None
+        return object.__getattribute__(value, "__dict__")["make"]  # type: ignore[no-any-return]  # see __init__
+
+
+def remake(value: object, make: Callable[[], Any]) -> None:
+    """Have ``value``, which is pending, become what ``make`` makes instead."""
+    with _making:
+        if is_pending(value):
+            object.__setattr__(value, "make", make)
+            return
+    vars(value).update(vars(make()))  # another thread has looked at it just now
