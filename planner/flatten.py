@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from planner.known_code import Known, are_known, names
+from planner.wire.gc_pause import paused_gc
 from planner.wrapping import is_inherited
 
 __all__ = ["set_up_planner"]
@@ -68,8 +69,9 @@ def set_up_planner(inner: Any, state_dict: Any, *, is_coordinator: bool) -> bool
         return False
     flattened: dict[str, Any] = {}
     mappings: dict[str, _Path] = {}
-    if not _flatten(state_dict, (), "", flattened, mappings):
-        return False
+    with paused_gc():
+        if not _flatten(state_dict, (), "", flattened, mappings):
+            return False
     inner.mappings = mappings
     inner.state_dict = flattened
     inner.is_coordinator = is_coordinator

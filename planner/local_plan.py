@@ -81,7 +81,8 @@ def create_local_plan(inner: Any) -> SavePlan:
     """Do what ``inner.create_local_plan()`` does, in less time where that is ``DefaultSavePlanner``'s.
 
     Called on all ranks, after ``set_up_planner``; not collective. The plan, the attributes of ``inner``
-    and the errors are those of ``DefaultSavePlanner.create_local_plan`` of the torch in use.
+    and the errors are those of ``DefaultSavePlanner.create_local_plan`` of the torch in use, but that the
+    plan may become a plain ``SavePlan``, of that very type, only when somebody looks at it.
     """
     if not _is_default(inner) or not _is_code_known():
         return inner.create_local_plan()  # type: ignore[no-any-return]  # checked by the caller

@@ -86,7 +86,10 @@ class GlooCoordinatedPlanner(SavePlanner, Coordinated):
             self.inner.set_up_planner(state_dict, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """Return the inner planner's local plan; called on all ranks."""
+        """Return the inner planner's local plan; called on all ranks.
+
+        That of DCP's own planner makes its items when it is looked at.
+        """
         plan = create_local_plan(self.inner)
         require(self.inner, isinstance(plan, SavePlan), "create_local_plan", "a SavePlan", plan)
         return plan

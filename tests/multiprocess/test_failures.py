@@ -28,7 +28,7 @@ from planner import (
 from planner.control import ControlPlane
 from planner.wire import frame
 from tests.support.faults import HOOKS, KINDS, make_storage_and_planner
-from tests.support.ranks import run_ranks
+from tests.support.ranks import arrive, await_arrivals, meet, run_ranks
 from tests.support.states import mesh_of, sharded
 
 WORLD = 3
@@ -98,10 +98,7 @@ def interrupt_twice(rank, folder):
                 state_of(rank), storage_writer=writer, planner=GlooCoordinatedPlanner(inner, config=SHORT)
             )
         assert rank == 1 or list(caught.value.ranks) == [1]
-    store = dist.distributed_c10d._get_default_store()
-    store.add("done", 1)
-    while store.add("done", 0) < WORLD:
-        pass
+    meet("done", WORLD)
     check_that_saving_works(rank, f"{folder}/after")
 
 
@@ -211,10 +208,7 @@ def stay_away(rank, folder, absent):
         assert "never entered" in str(error)
         waited = time.monotonic() - start
         assert 2.5 < waited < 5.5, waited  # once plan_timeout, and not twice
-    store = dist.distributed_c10d._get_default_store()
-    store.add("done", 1)  # the absent go on when the others have given up
-    while store.add("done", 0) < WORLD:
-        pass
+    meet("done", WORLD)  # the absent go on when the others have given up
     check_that_saving_works(rank, f"{folder}/second")
     check_that_saving_works(rank, f"{folder}/third")
     assert not Path(where, ".metadata").exists()
@@ -244,12 +238,10 @@ def numbered(number):
 
 def come_late(rank, folder, late, num_missed, num_earlier, place):
     """Make the same saves on all ranks; one rank comes when the others are ahead by some."""
-    store = dist.distributed_c10d._get_default_store()
     for number in range(num_earlier):
         save(rank, f"{folder}/earlier{number}")
     if rank == late:
-        while store.add("gave up", 0) < (WORLD - 1) * num_missed:
-            pass
+        await_arrivals("gave up", (WORLD - 1) * num_missed)
     for number in range(num_missed + 1):
         state, where = numbered(number), f"{folder}/{place.format(number)}"
         if number < num_missed:
@@ -257,11 +249,10 @@ def come_late(rank, folder, late, num_missed, num_earlier, place):
                 dcp.save(state, checkpoint_id=where, planner=GlooCoordinatedPlanner(config=SHORT))
             assert list(caught.value.ranks) == [late]
             assert not Path(where, ".metadata").exists()
-            store.add("gave up", 1)
+            arrive("gave up")
         else:
             dcp.save(state, checkpoint_id=where, planner=GlooCoordinatedPlanner(config=SHORT))
-    while store.add("saved", 0 if store.check([f"saved{rank}"]) else 1) < WORLD:
-        store.set(f"saved{rank}", "1")
+    meet("saved", WORLD)
     target = {name: torch.zeros_like(value) for name, value in numbered(0).items()}
     target |= {f"own{peer}": torch.zeros(2) for peer in range(WORLD)}
     dcp.load(target, checkpoint_id=where, no_dist=True)
@@ -285,16 +276,14 @@ def test_a_rank_late_by_saves_to_places_of_their_own_raises_for_each_and_spoils_
 
 def be_late_once(rank, folder, late):
     ends = []
-    store = dist.distributed_c10d._get_default_store()
     for number in range(5):
         if number == 1 and rank == late:
-            while store.add("gave up", 0) < WORLD - 1:
-                pass
+            await_arrivals("gave up", WORLD - 1)
         try:
             save(rank, f"{folder}/{number}")
         except CoordinationTimeout:
             ends.append("timeout")
-            store.add("gave up", 1)
+            arrive("gave up")
         except CoordinationMismatch:
             ends.append("mismatch")
         else:
@@ -352,9 +341,7 @@ def save_beside_a_stock_rank(rank, folder):
         with pytest.raises(CoordinationTimeout, match="without GlooCoordinatedPlanner") as caught:
             save(rank, f"{folder}/first")
         assert list(caught.value.ranks) == [1]
-    dist.distributed_c10d._get_default_store().add("done", 1)
-    while dist.distributed_c10d._get_default_store().add("done", 0) < WORLD:
-        pass
+    meet("done", WORLD)
     check_that_saving_works(rank, f"{folder}/after")
 
 
@@ -504,10 +491,8 @@ def test_a_slow_living_rank_is_waited_for_and_named_in_the_log_unless_io_timeout
 
 def be_late_to_the_first(rank, folder, late):
     """The others give up their first save, and go on to the next, to the same place."""
-    store = dist.distributed_c10d._get_default_store()
     if rank == late:
-        while store.add("gave up", 0) < WORLD - 1:
-            pass
+        await_arrivals("gave up", WORLD - 1)
     ends = []
     for step in (100, 200, 300):
         state_dict = {f"own{rank}": torch.tensor(step)}
@@ -515,7 +500,7 @@ def be_late_to_the_first(rank, folder, late):
             dcp.save(state_dict, checkpoint_id=folder, planner=GlooCoordinatedPlanner(config=SHORT))
         except CheckpointException as error:
             ends.append(type(error).__name__)
-            store.add("gave up", 1)
+            arrive("gave up")
         else:
             target = {f"own{other}": torch.tensor(0) for other in range(WORLD)}
             dcp.load(target, checkpoint_id=folder, no_dist=True)
@@ -563,10 +548,7 @@ def save_rank_locally(rank, folder):
         with pytest.raises(CoordinationTimeout, match="never entered") as caught:
             save_locally("missing")
         assert list(caught.value.ranks) == [1]
-    store = dist.distributed_c10d._get_default_store()
-    store.add("done", 1)
-    while store.add("done", 0) < WORLD:
-        pass
+    meet("done", WORLD)
     save_locally("at-last")
 
 
@@ -598,9 +580,7 @@ def test_equal_plans_are_saved_also_where_all_ranks_connect_at_once(tmp_path):
 
 def fail_over_an_earlier_checkpoint(rank, folder):
     save(rank, folder)
-    dist.distributed_c10d._get_default_store().add("saved", 1)
-    while dist.distributed_c10d._get_default_store().add("saved", 0) < WORLD:
-        pass
+    meet("saved", WORLD)
     before = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     for hook in ("set_up_planner", "create_local_plan", "create_global_plan", "prepare_global_plan"):
         writer, inner = make_storage_and_planner(folder, hook, [0], KINDS["plain"])

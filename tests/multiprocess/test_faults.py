@@ -28,7 +28,7 @@ from planner import (
     GlooCoordinatedPlanner,
     TransportError,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import arrive, await_arrivals, run_ranks
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=4)
@@ -139,14 +139,12 @@ def save(rank, folder):
 def thaw(rank, struck):
     """Let the frozen ranks go on when the others have ended, and wait until all have."""
     store = dist.distributed_c10d._get_default_store()
-    store.add("ended", 1)
+    arrive("ended")
     if rank == min(set(range(WORLD)) - set(struck)):
-        while store.add("ended", 0) < WORLD - len(struck):
-            pass
+        await_arrivals("ended", WORLD - len(struck))
         for frozen in struck:
             os.kill(int(store.get(f"frozen{frozen}")), signal.SIGCONT)
-    while store.add("ended", 0) < WORLD:
-        pass
+    await_arrivals("ended", WORLD)
 
 
 def suffer(rank, folder, phase, struck, kind):

@@ -23,7 +23,7 @@ from planner.channel import _channels
 from planner.exchange import Exchange
 from tests.multiprocess.test_parity import bits, emptied
 from tests.support.faults import KINDS, failing
-from tests.support.ranks import run_ranks
+from tests.support.ranks import await_arrivals, meet, run_ranks
 from tests.support.states import ALL, mesh_of, sharded
 
 SHORT = CoordinationConfig(plan_timeout=timedelta(seconds=3))
@@ -64,10 +64,8 @@ def test_a_load_alone_makes_no_gloo_group(tmp_path):
 def interrupt_the_coordinator(rank, folder, late):
     """The coordinator is interrupted while it waits for a rank; that rank must not join the next save."""
     dcp.save(full_state(), checkpoint_id=folder, planner=GlooCoordinatedPlanner(config=SHORT))
-    store = dist.distributed_c10d._get_default_store()
     if rank == late:
-        while store.add("left", 0) < 2:
-            pass
+        await_arrivals("left", 2)
     if rank == 0:
         original = Exchange._collect
 
@@ -82,9 +80,7 @@ def interrupt_the_coordinator(rank, folder, late):
         assert "KeyboardInterrupt" in str(caught.value)
     if rank == 0:
         Exchange._collect = original
-    store.add("left", 1)
-    while store.add("left", 0) < 3:
-        pass
+    meet("left", 3)
     dcp.save(full_state(), checkpoint_id=folder, planner=GlooCoordinatedPlanner(config=SHORT))
 
 

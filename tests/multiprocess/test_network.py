@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from planner import CoordinationConfig, GlooCoordinatedPlanner, TransportError
 from tests.support.faults import KINDS, make_storage_and_planner
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, run_ranks
 
 WORLD = 3
 CONFIG = CoordinationConfig(plan_timeout=timedelta(seconds=4))
@@ -69,10 +68,7 @@ def be_out_of_reach(rank, folder):
     assert list(caught.value.ranks) == [1]
     assert "127.0.0.1" in str(caught.value), str(caught.value)
     assert "GLOO_SOCKET_IFNAME" in str(caught.value), str(caught.value)
-    store = dist.distributed_c10d._get_default_store()
-    store.add("ended", 1)
-    while store.add("ended", 0) < WORLD:
-        pass
+    meet("ended", WORLD)
     save(rank, f"{folder}/after")
     return seconds
 

@@ -50,6 +50,23 @@ class Outcome:
     died: bool = False
 
 
+def arrive(name: str) -> None:
+    """Say to the other ranks of the job that this one has come to a point."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{name}/{store.add(name, 1)}", b"")
+
+
+def await_arrivals(name: str, count: int) -> None:
+    """Wait until there were ``count`` arrivals at a point."""
+    dist.distributed_c10d._get_default_store().wait([f"{name}/{count}"], timedelta(seconds=60))
+
+
+def meet(name: str, count: int) -> None:
+    """Arrive at a point, and wait for the others: ``count`` in all."""
+    arrive(name)
+    await_arrivals(name, count)
+
+
 def run_ranks(
     worker,
     world_size: int,
