@@ -70,6 +70,9 @@ class Coordinated:
     asked_as: Coordinated | None = None
     """The caller's planner, where this is the copy made for one save in the background."""
 
+    storage: Any = None
+    """The storage of the save or load that runs with this planner."""
+
     expected_world: tuple[int, int] | None = None
     """Group rank and world size of the caller, where the save runs in a process of its own."""
 

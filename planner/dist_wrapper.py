@@ -21,13 +21,14 @@ from planner.config import CoordinationConfig
 from planner.errors import UnencodableError, WireError
 from planner.exchange import Exchange, Local, PeerFailures, Reply
 from planner.lazy_metadata import read_metadata_later
-from planner.pending import is_pending, remake
+from planner.pending import is_pending, look_at, remake
 from planner.plain_finish import Finish
 from planner.report import SaveReport
 from planner.save_columns import DamagedResults, ResultLists, read_results
 from planner.wire.frame import digest
 from planner.wire.gc_pause import paused_gc
 from planner.wire.messages import (
+    decode_reply,
     decode_value,
     encode_reply,
     encode_value,
@@ -284,7 +285,7 @@ class GlooDistWrapper(_DistWrapper):
             path = f"{step} of group rank {self.rank}"
             if type(mine) is LoadPlan:  # the global step of most loads leaves plans as they are
                 return Local(later=lambda: encode_reply(mine, path=path, strict=strict)[0], mode=mode)
-            if is_plan and self._final_plan is None:
+            if is_plan:
                 return Local(self._encode_local_plan(path, exchange, strict=strict), mode=mode)
             parts = encode_value(mine, base=self._final_plan, path=path, strict=strict)
             return Local(parts, mode=mode)
@@ -356,7 +357,7 @@ class GlooDistWrapper(_DistWrapper):
                 value = (
                     read_metadata_later(reply)
                     if is_metadata(reply)
-                    else decode_value(reply, base=self._local_plan)
+                    else decode_reply(reply, base=self._local_plan)
                 )
             except WireError as error:
                 raise CheckpointException(step, {self.rank: _wrap_exception(error)}) from error
@@ -474,6 +475,7 @@ class GlooDistWrapper(_DistWrapper):
         for rank, result in enumerate(results):
             if rank == self.rank:
                 continue
+            look_at(result)  # a planner may give the coordinator's own plan to others too
             path = f"{step} for group rank {rank}"
             if type(result) is SavePlan and isinstance(result.items, PendingItems):
                 replies[rank] = [result.items.encode(result, path=path, strict=self._config.strict)]

@@ -19,6 +19,7 @@ __all__ = ["make_metadata_later", "read_metadata_later"]
 
 class _PendingMetadata(Pending, Metadata):
     will_be = Metadata
+    __hash__ = None  # type: ignore[assignment]  # as that of any dataclass that compares by value
 
 
 def make_metadata_later(make: Callable[[], Metadata]) -> Metadata:

@@ -5,8 +5,8 @@ time of a local plan; a rank with thousands of entries has a few dozen layouts. 
 the item of the first entry of each, and the others get the same under their own name, once somebody
 looks at the plan: see ``planner.wire.outline``.
 
-Layouts are read anew at each save and compared by value: nothing is kept from one save to the next, so
-nothing can be stale, and each plan consists of new objects, as torch's does.
+Layouts are read anew at each save and compared by value: nothing of a state dict is kept from one save to
+the next, so nothing can be stale, and each plan consists of new objects, as torch's does.
 
 Whatever is not plainly in order is left to torch: other planners, functions of torch that were replaced or
 look at more than was known when this was written, and, one by one, entries of other kinds.
@@ -82,7 +82,7 @@ def create_local_plan(inner: Any) -> SavePlan:
 
     Called on all ranks, after ``set_up_planner``; not collective. The plan, the attributes of ``inner``
     and the errors are those of ``DefaultSavePlanner.create_local_plan`` of the torch in use, but that the
-    plan may become a plain ``SavePlan``, of that very type, only when somebody looks at it.
+    plan may be pending, see ``planner.pending``.
     """
     if not _is_default(inner) or not _is_code_known():
         return inner.create_local_plan()  # type: ignore[no-any-return]  # checked by the caller

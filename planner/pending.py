@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar, TypeVar
 
 __all__ = ["Pending", "is_pending", "look_at", "remake", "source_of"]
@@ -28,6 +29,8 @@ class Pending:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         object.__setattr__(self, "make", make)
+        # Of its own: making one takes as long as it has objects, and may come to look at another.
+        object.__setattr__(self, "lock", threading.RLock())
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":
@@ -60,44 +63,48 @@ class Pending:
         return self.__reduce_ex__(protocol)
 
 
-_making = threading.Lock()
+_OWN = {"make", "lock"}
 
 
 def _make(pending: object) -> None:
-    with _making:
-        kind = type(pending)
-        if not issubclass(kind, Pending):
+    kind = type(pending)
+    if not issubclass(kind, Pending):
+        return
+    lock = object.__getattribute__(pending, "__dict__").get("lock")
+    with lock or nullcontext():
+        if type(pending) is not kind:
             return  # another thread has just made it
         values = object.__getattribute__(pending, "__dict__")
-        made = values["make"]()
-        values.clear()
-        values.update(vars(made))
+        if "make" in values:  # else an interrupt came after the next two lines
+            # Whoever sets attributes of a frozen object goes round its __setattr__.
+            changed = {name: value for name, value in values.items() if name not in _OWN}
+            object.__setattr__(pending, "__dict__", {**vars(values["make"]()), **changed})
         object.__setattr__(pending, "__class__", kind.will_be)
 
 
 def is_pending(value: object) -> bool:
     """Whether ``value`` was to be made later, and nobody has looked at it, nor changed it, since."""
-    return issubclass(type(value), Pending)
+    return source_of(value) is not None
 
 
 def look_at(value: T) -> T:
     """Return ``value``; if it is to be made later, then it is made now."""
-    if is_pending(value):
-        _make(value)
+    _make(value)
     return value
 
 
 def source_of(value: object) -> Callable[[], Any] | None:
     """Return what ``value`` is to be made by, or None where it is not pending."""
-    with _making:
-        if not is_pending(value):
-            return None
-        return object.__getattribute__(value, "__dict__")["make"]  # type: ignore[no-any-return]  # see __init__
+    if not issubclass(type(value), Pending):
+        return None
+    values = object.__getattribute__(value, "__dict__")
+    return values.get("make") if values.keys() == _OWN else None
 
 
 def remake(value: object, make: Callable[[], Any]) -> None:
     """Have ``value``, which is pending, become what ``make`` makes instead."""
-    with _making:
+    values = object.__getattribute__(value, "__dict__")
+    with values.get("lock") or nullcontext():
         if is_pending(value):
             object.__setattr__(value, "make", make)
             return

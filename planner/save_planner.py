@@ -18,6 +18,7 @@ from planner.config import CoordinationConfig
 from planner.coordinated import Coordinated
 from planner.flatten import set_up_planner
 from planner.local_plan import create_local_plan
+from planner.pending import look_at
 from planner.wrapping import check_arguments, is_inherited, require
 
 __all__ = ["GlooCoordinatedPlanner"]
@@ -88,9 +89,15 @@ class GlooCoordinatedPlanner(SavePlanner, Coordinated):
     def create_local_plan(self) -> SavePlan:
         """Return the inner planner's local plan; called on all ranks.
 
-        That of DCP's own planner makes its items when it is looked at.
+        In a save with a writer of DCP, that of DCP's own planner makes its items when it is looked at.
         """
         plan = create_local_plan(self.inner)
+        writers = (FileSystemWriter, HuggingFaceStorageWriter)
+        is_plain = is_inherited(self, "create_local_plan", GlooCoordinatedPlanner) and any(
+            is_inherited(self.storage, "prepare_local_plan", kind) for kind in writers
+        )
+        if not is_plain:  # somebody else may look at its very type
+            look_at(plan)
         require(self.inner, isinstance(plan, SavePlan), "create_local_plan", "a SavePlan", plan)
         return plan
 

@@ -30,7 +30,15 @@ from planner.wire.plans import (
 )
 from planner.wire.results import decode_results, encode_results
 
-__all__ = ["decode_value", "encode_reply", "encode_value", "is_metadata", "is_plan", "is_results"]
+__all__ = [
+    "decode_reply",
+    "decode_value",
+    "encode_reply",
+    "encode_value",
+    "is_metadata",
+    "is_plan",
+    "is_results",
+]
 
 _NUM_PLAN_PARTS = 2
 _KIND_AT = 6  # see planner.wire.frame; whether it is true is checked by the codec that it leads to
@@ -89,17 +97,32 @@ def encode_reply(value: Any, *, base: SavePlan | None = None, path: str, strict:
     return encode_value(value, base=base, path=path, strict=strict)
 
 
+def decode_reply(parts: Sequence[bytes], *, base: SavePlan | PlanOutline | None) -> Any:
+    """Return what ``encode_reply`` was given.
+
+    Args:
+        parts: the frames, in order.
+        base: this rank's local plan, or its outline, to which a final plan is a difference.
+
+    Raises:
+        FrameError, PayloadError: the parts are no value of this wire version; nothing was used.
+    """
+    if len(parts) == 1 and _kind_in(parts[0]) == Kind.FINAL_PLAN and base is not None:
+        return decode_final_plan(parts[0], base)
+    return decode_value(parts)
+
+
 def decode_value(
     parts: Sequence[bytes],
     *,
-    base: SavePlan | PlanOutline | None = None,
+    base: SavePlan | None = None,
     schemas: dict[bytes, PlanSchema] | None = None,
 ) -> Any:
     """Return what ``encode_value`` was given.
 
     Args:
         parts: the frames, in order.
-        base: as for ``encode_value``; for a local plan its outline will do.
+        base: as for ``encode_value``.
         schemas: schemas read so far, by their bytes; one that many plans share is read once.
 
     Raises:
@@ -127,5 +150,5 @@ def decode_value(
     if kind == Kind.LOAD_PLAN:
         return decode_load_plan(parts[0])
     if kind == Kind.WRITE_RESULTS:
-        return decode_results(parts[0], None if isinstance(base, PlanOutline) else base)
+        return decode_results(parts[0], base)
     return decode_object(decode_message(parts[0], Kind.OBJECT), path="object")

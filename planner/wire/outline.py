@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class PlanOutline:
     """What a local plan consists of; to be called to make it.
 
     Args:
-        fqns: the distinct names of its items, in order.
+        fqns: the names of its items, in order, no two equal.
         numbers: the template of each, by its number.
         templates: the different items.
         planner_data: the plan's own.
@@ -66,13 +67,12 @@ class PlanOutline:
         return SavePlan(self.make_items(), planner_data=self.planner_data)
 
     def digest(self) -> bytes | None:
-        """Return what only an equal plan has too; None where ``planner_data`` is more than plain values."""
-        # Tells 1, True and 1.0 apart, unlike ==, and has one way to write anything, unlike pickle.
-        told: Any = (self.fqns, self._numbers, repr(self._templates), self.planner_data)
-        try:
-            return digest(marshal.dumps(told, 0))
-        except ValueError:
+        """Return what only an equal plan has too; None where ``planner_data`` is no flatten mapping."""
+        if self.planner_data is not None and not _is_flatten_mapping(self.planner_data):
             return None
+        # Has one way to write these values, unlike pickle. Of others, such as arrays, it loses the type.
+        told: Any = (self.fqns, self._numbers, repr(self._templates), self.planner_data)
+        return digest(marshal.dumps(told, 0))
 
     def entries(self) -> Iterator[tuple[str, WriteItemType, int | None, _TensorParts | None]]:
         """Yield each item: its name, and its template."""
@@ -100,6 +100,16 @@ class PlanOutline:
     def own_hints(self, positions: Sequence[int]) -> Iterator[int | None]:
         """Yield the index hints that items have by themselves."""
         return (self._templates[self._numbers[position]][1] for position in positions)
+
+
+def _is_flatten_mapping(planner_data: Any) -> bool:
+    """Whether ``planner_data`` consists of just such values as a flatten mapping does."""
+    return (
+        type(planner_data) is dict
+        and set(map(type, planner_data)) <= {str}
+        and set(map(type, planner_data.values())) <= {tuple}
+        and set(map(type, chain.from_iterable(planner_data.values()))) <= {str, int}
+    )
 
 
 _OWN: Any = object()

@@ -6,9 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from planner import CoordinationMismatch, GlooDistWrapper
+from planner.wire.outline import PlanOutline, make_plan_later, read_template
 from tests.support.ranks import run_ranks
 
 OBJECTS = [None, 5, "text", b"bytes", {"a": [1, (2, 3)]}, torch.Size((2, 3)), {1: {2, 3}}, [None, None], []]
@@ -74,6 +79,33 @@ def compare(rank):
 
 def test_every_method_gives_what_the_stock_class_gives(tmp_path):
     run_ranks(compare, 4, backend="gloo")
+
+
+def exchange_plans_and_results(rank, wrapper):
+    """Plans go around that nobody has looked at, then results that go to all, and both again."""
+    found = []
+    for name in "ab":
+        template = read_template(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        outline = PlanOutline([f"{name}{rank}", f"{name} of all"], [0, 0], [template], {name: (name, rank)})
+        own = make_plan_later(outline)
+        plan = wrapper.reduce_scatter("plan", lambda p=own: p, lambda plans: [plans[0], *plans[:-1]])
+        results = [WriteResult(item.index, 10 + rank, _StorageInfo("0", 0, 1)) for item in plan.items]
+        written = wrapper.all_reduce("write", lambda r=results: r, lambda of_all: of_all[-1] + of_all[0])
+        found.append((plan, written))
+    return found
+
+
+def compare_exchanges(rank):
+    ours = GlooDistWrapper(None, True, 0)
+    ours.begin()
+    found = exchange_plans_and_results(rank, ours)
+    ours.end(None)
+    assert found == exchange_plans_and_results(rank, _DistWrapper(None, True, 0))
+    assert [plan.items[0].index.fqn for plan, _ in found] == [f"a{max(rank - 1, 0)}", f"b{max(rank - 1, 0)}"]
+
+
+def test_plans_and_results_may_go_from_any_rank_to_any_and_again():
+    run_ranks(compare_exchanges, 3, backend="gloo")
 
 
 def call_different_things(rank):

@@ -82,6 +82,32 @@ def test_a_damaged_frame_is_refused_at_once():
             read_metadata_later([*parts[:number], bytes(damaged), *parts[number + 1 :]])
 
 
+def test_making_one_may_come_to_look_at_another_and_at_itself():
+    other = pending()
+
+    def look_around():
+        assert other.planner_data
+        assert is_pending(metadata)
+        return make()
+
+    metadata = make_metadata_later(look_around)
+    assert metadata == make()
+
+
+def test_metadata_whose_making_fails_can_be_made_again():
+    failures = [OSError("not now")]
+
+    def fail_once():
+        if failures:
+            raise failures.pop()
+        return make()
+
+    metadata = make_metadata_later(fail_once)
+    with pytest.raises(OSError, match="not now"):
+        metadata.planner_data  # noqa: B018 - the look is what is tried
+    assert metadata == make()
+
+
 @pytest.mark.parametrize("is_looked_at", [False, True])
 def test_metadata_that_was_finished_without_being_looked_at_shows_what_was_written(is_looked_at):
     metadata = make_metadata_later(lambda: Metadata(make().state_dict_metadata))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import event, given
 from hypothesis import strategies as st
 from torch.distributed._shard.metadata import ShardMetadata
@@ -18,14 +19,14 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint import default_planner, planner_helpers
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner import GlooCoordinatedPlanner, local_plan
-from planner.pending import is_pending, look_at
+from planner.pending import is_pending
 
 WORLD_SIZE = 24
 
@@ -74,7 +75,7 @@ def outcome_of(planner, state_dict, *, is_coordinator=False):
         name: value for name, value in vars(inner).items() if name not in {"plan", "state_dict", "mappings"}
     }
     return (
-        details(look_at(plan)),
+        details(plan),
         list(inner.mappings.items()),
         [(name, id(value)) for name, value in inner.state_dict.items()],
         type(inner.state_dict),
@@ -250,7 +251,16 @@ def test_no_item_is_made_before_somebody_looks_whatever_is_in_the_state_dict():
     assert_same(state_dict)
     planner = GlooCoordinatedPlanner()
     planner.set_up_planner(state_dict)
+    assert type(planner.create_local_plan()) is SavePlan  # in no save, so whoever asks may look at its type
+    planner.storage = dcp.FileSystemWriter("/nowhere")
     assert is_pending(planner.create_local_plan())
+    planner.storage = OwnWriter("/nowhere")
+    assert type(planner.create_local_plan()) is SavePlan
+
+
+class OwnWriter(dcp.FileSystemWriter):
+    def prepare_local_plan(self, plan):
+        return type(plan)(plan.items)
 
 
 def test_the_known_functions_of_torch_are_those_of_the_torch_in_use():

@@ -3,9 +3,10 @@
 import copy
 import dataclasses
 import pickle
+from collections import OrderedDict
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -87,13 +88,19 @@ def test_planner_data_of_any_other_kind_has_no_digest():
     class Name(str):
         __slots__ = ()
 
-    for planner_data in (object(), {"a": torch.float32}, {Name("a"): ("a",)}, {"a": (Name("a"),)}):
+    others = [Name("a"), True, 1.0, b"a", bytearray(2), np.zeros(2), np.int64(1), np.str_("a"), ["a"]]
+    for planner_data in (
+        object(),
+        OrderedDict(a=("a",)),
+        {Name("a"): ("a",)},
+        {1: ("a",)},
+        *others,
+        *({"a": other} for other in others),
+        *({"a": ("a", other)} for other in others),
+    ):
         assert PlanOutline(["a"], [0], [read_template(shard())], planner_data).digest() is None
-
-
-def test_the_type_of_a_number_in_planner_data_counts():
-    digests = [PlanOutline([], [], [], {"a": ("a", number)}).digest() for number in (1, True, 1.0)]
-    assert len(set(digests)) == len(digests)
+    digests = [PlanOutline([], [], [], {"a": ("a", number)}).digest() for number in (1, "1")]
+    assert len({*digests, None}) == 3
 
 
 # -- looking -----------------------------------------------------------------------------------------------
@@ -141,6 +148,17 @@ def test_however_one_looks_it_is_the_plan(look):
     assert not is_pending(plan)
     assert type(plan) is SavePlan
     assert outline_of(plan) is None
+
+
+def test_what_is_set_round_the_frozen_plans_back_is_a_change_too():
+    plan = pending()
+    object.__setattr__(plan, "storage_data", {"dir": "x"})
+    object.__setattr__(plan, "items", ITEMS[:1])
+    assert outline_of(plan) is None
+    assert encode_plan(plan, strict=True) == encode_plan(
+        SavePlan(ITEMS[:1], {"dir": "x"}, {"w": ("w",)}), strict=True
+    )
+    assert type(plan) is SavePlan
 
 
 def test_a_plan_made_later_is_as_frozen_and_as_little_hashable_as_any():
