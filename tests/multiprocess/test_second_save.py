@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+import planner.dist_wrapper
 from planner import CoordinationConfig, GlooCoordinatedPlanner
 from planner.cache import memory
+from planner.wire.outline import PlanOutline
 from tests.multiprocess.test_parity import bits, load_into, without_ids
 from tests.support.faults import KINDS, failing
 from tests.support.ranks import run_ranks
@@ -53,14 +56,14 @@ class Saver:
 
     def save(self, state_dict, make_writer=dcp.FileSystemWriter, group=None, config=STRICT, **options):
         self.number += 1
-        planner = GlooCoordinatedPlanner(config=config, **options)
+        own = GlooCoordinatedPlanner(config=config, **options)
         ours = dcp.save(
             state_dict,
             storage_writer=make_writer(f"{self.folder}/{self.number}/ours"),
-            planner=planner,
+            planner=own,
             process_group=group,
         )
-        self.report = planner.report
+        self.report = own.report
         looked = copy.deepcopy(ours)
         stock = dcp.save(
             state_dict,
@@ -107,6 +110,31 @@ def test_an_unchanged_save_sends_nothing_and_receives_next_to_nothing(tmp_path):
     for first, sent, received in others:
         assert sent == 0
         assert 0 < received < 400 < first  # the head, with the path of the checkpoint in it
+
+
+def save_and_count(rank, folder):
+    counts = Counter()
+
+    def counted(name, function):
+        def count(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(PlanOutline, "__call__", counted("made", PlanOutline.__call__))
+        monkeypatch.setattr(
+            planner.dist_wrapper, "encode_plan", counted("encoded", planner.dist_wrapper.encode_plan)
+        )
+        for number in range(3):
+            dcp.save(model(rank), checkpoint_id=f"{folder}/{number}", planner=GlooCoordinatedPlanner())
+    return counts
+
+
+def test_no_local_plan_is_made_of_items_and_one_that_is_unchanged_is_not_encoded_again(tmp_path):
+    for outcome in run_ranks(save_and_count, WORLD, str(tmp_path)):
+        assert outcome.value == {"encoded": 1}
 
 
 def save_two_models(rank, folder):
