@@ -45,7 +45,7 @@ def measure_side(make_planner: Callable[[], object], make_world: Callable[[], Wo
         found = []
         for _ in range(NUM_SAVES):
             planner = make_planner()
-            planner.storage = FileSystemWriter("none")  # as in a save with it
+            planner.storage_in_use = FileSystemWriter("none")  # as in a save with it
             start = time.process_time()
             planner.set_up_planner(state_dict, None, is_coordinator=False)
             middle = time.process_time()

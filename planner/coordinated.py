@@ -70,7 +70,7 @@ class Coordinated:
     asked_as: Coordinated | None = None
     """The caller's planner, where this is the copy made for one save in the background."""
 
-    storage: Any = None
+    storage_in_use: Any = None
     """The storage of the save or load that runs with this planner."""
 
     expected_world: tuple[int, int] | None = None

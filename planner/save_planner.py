@@ -94,7 +94,7 @@ class GlooCoordinatedPlanner(SavePlanner, Coordinated):
         plan = create_local_plan(self.inner)
         writers = (FileSystemWriter, HuggingFaceStorageWriter)
         is_plain = is_inherited(self, "create_local_plan", GlooCoordinatedPlanner) and any(
-            is_inherited(self.storage, "prepare_local_plan", kind) for kind in writers
+            is_inherited(self.storage_in_use, "prepare_local_plan", kind) for kind in writers
         )
         if not is_plain:  # somebody else may look at its very type
             look_at(plan)

@@ -80,7 +80,7 @@ def _choose_dist_wrapper(
     call.wrapper.begin(call.planner.reserved)
     _expect_world(call.planner, group, use_dist=use_dist)
     _await_planner(call)
-    call.planner.storage = call.storage
+    call.planner.storage_in_use = call.storage
     return call.wrapper
 
 
@@ -194,8 +194,8 @@ def _run_call(call: _Call, original: Callable[..., Any], args: Any, kwargs: Any)
 
 
 def _end_call(call: _Call, error: BaseException | None, start: float) -> None:
-    if call.planner_turn is not None:
-        call.planner.storage = None
+    if call.planner_turn is not None:  # else it is another call's that runs
+        call.planner.storage_in_use = None
     call.planner.turns.end(call.planner_turn)
     if call.wrapper is not None:
         report = call.wrapper.end(error)

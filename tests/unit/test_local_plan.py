@@ -252,9 +252,9 @@ def test_no_item_is_made_before_somebody_looks_whatever_is_in_the_state_dict():
     planner = GlooCoordinatedPlanner()
     planner.set_up_planner(state_dict)
     assert type(planner.create_local_plan()) is SavePlan  # in no save, so whoever asks may look at its type
-    planner.storage = dcp.FileSystemWriter("/nowhere")
+    planner.storage_in_use = dcp.FileSystemWriter("/nowhere")
     assert is_pending(planner.create_local_plan())
-    planner.storage = OwnWriter("/nowhere")
+    planner.storage_in_use = OwnWriter("/nowhere")
     assert type(planner.create_local_plan()) is SavePlan
 
 
