@@ -21,9 +21,9 @@ from planner.wrapping import is_inherited
 
 __all__ = ["Finish", "plain_finish_of"]
 
-# All names in DCP's own FileSystemWriter.finish, torch 2.9 to 2.15. It gives metadata a new storage_data made
-# of the results, a storage_meta and a version, changes nothing else, and pickles it into a file; one with
-# other names might do more.
+# All names in DCP's own FileSystemWriter.finish of torch 2.13. It gives metadata a new storage_data made of
+# the results, a storage_meta and a version, changes nothing else, and pickles it into a file; one with other
+# names might do more. That of torch 2.10 fills a copy, and is not known.
 _NAMES_OF_FINISH = names(
     """
     AttributeError CURRENT_DCP_VERSION Path UnsupportedOperation _get_metadata_path _metadata_fn cast
