@@ -61,10 +61,9 @@ class GlooCoordinatedPlanner(SavePlanner, Coordinated):
             "_dedup_save_plans",
         )
         is_planner_pure = all(is_inherited(self.inner, hook, DefaultSavePlanner) for hook in hooks)
-        writers = (FileSystemWriter, HuggingFaceStorageWriter)
         if not is_planner_pure or self.inner._enable_plan_caching:  # noqa: SLF001 - DCP's own cache
             return False
-        return any(is_inherited(storage, "prepare_global_plan", kind) for kind in writers)
+        return _has_from_dcp(storage, "prepare_global_plan")
 
     def set_up_planner(
         self,
@@ -92,12 +91,11 @@ class GlooCoordinatedPlanner(SavePlanner, Coordinated):
         In a save with a writer of DCP, that of DCP's own planner makes its items when it is looked at.
         """
         plan = create_local_plan(self.inner)
-        writers = (FileSystemWriter, HuggingFaceStorageWriter)
-        is_plain = is_inherited(self, "create_local_plan", GlooCoordinatedPlanner) and any(
-            is_inherited(self.storage_in_use, "prepare_local_plan", kind) for kind in writers
-        )
-        if not is_plain:  # somebody else may look at its very type
-            look_at(plan)
+        if not (
+            is_inherited(self, "create_local_plan", GlooCoordinatedPlanner)
+            and _has_from_dcp(self.storage_in_use, "prepare_local_plan")
+        ):
+            look_at(plan)  # somebody else may look at its very type
         require(self.inner, isinstance(plan, SavePlan), "create_local_plan", "a SavePlan", plan)
         return plan
 
@@ -137,3 +135,8 @@ class GlooCoordinatedPlanner(SavePlanner, Coordinated):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the data of one item, from the inner planner; called on each rank by its storage writer."""
         return self.inner.resolve_data(write_item)  # type: ignore[no-any-return]
+
+
+def _has_from_dcp(storage: Any, hook: str) -> bool:
+    """Whether ``storage`` has ``hook`` unchanged from one of DCP's writers."""
+    return any(is_inherited(storage, hook, kind) for kind in (FileSystemWriter, HuggingFaceStorageWriter))

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 from planner.errors import PayloadError
-from planner.pending import look_at
 from planner.wire.check import expect_int, expect_list, expect_map
 from planner.wire.columns import (
     Int64Column,
@@ -35,7 +34,6 @@ from planner.wire.plans import (
     BYTE_IO_CODE,
     PlanColumns,
     PlanSchema,
-    decode_item,
     decode_planner_data,
     decode_positions,
     encode_planner_data,
@@ -135,7 +133,7 @@ def encode_final_plan(plan: SavePlan, base: SavePlan, *, path: str = "plan", str
     Raises:
         UnencodableError: if a part of it cannot travel.
     """
-    if not is_regular_plan(look_at(plan)):
+    if not is_regular_plan(plan):
         tree = {"plan": encode_object(plan, path=path, strict=strict)}
         return encode_message(Kind.FINAL_PLAN, tree)
     base_items = _base_items(base)
@@ -342,7 +340,7 @@ def decode_final_plan(data: bytes, base: SavePlan | PlanOutline) -> SavePlan:
         path="plan.new_positions",
     )
     new_items = [
-        decode_item(new_tree, f"plan.items[{position}]")
+        decode_object(new_tree, path=f"plan.items[{position}]")
         for position, new_tree in zip(new_positions, new_trees, strict=True)
     ]
     storage_data, planner_data = sent.storage_data, sent.planner_data

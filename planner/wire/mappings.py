@@ -8,14 +8,14 @@ has the shape ``[2, 6]``: one word, three words, twice that and one more for an 
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from planner.errors import PayloadError
 from planner.wire.check import expect_bytes, expect_int, expect_list, expect_str_list
 from planner.wire.columns import pack_ints, unpack_ints
 
-__all__ = ["MappingPath", "decode_mapping", "encode_mapping"]
+__all__ = ["MappingPath", "decode_mapping", "encode_mapping", "is_flatten_mapping"]
 
 MappingPath = tuple[str | int, ...]
 
@@ -23,6 +23,16 @@ MappingPath = tuple[str | int, ...]
 _EXPLICIT, _WHOLE_KEY, _NUM_RESERVED = 0, 1, 2
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _MAX_INT_CHARS = 20
+
+
+def is_flatten_mapping(planner_data: Any) -> bool:
+    """Whether ``planner_data`` consists of just such values as a flatten mapping does."""
+    return (
+        type(planner_data) is dict
+        and set(map(type, planner_data)) <= {str}
+        and set(map(type, planner_data.values())) <= {tuple}
+        and set(map(type, chain.from_iterable(planner_data.values()))) <= {str, int}
+    )
 
 
 def encode_mapping(mapping: Any, names: list[str]) -> Any:

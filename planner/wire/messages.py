@@ -91,7 +91,7 @@ def _kind_in(frame: bytes) -> int | None:
 
 def encode_reply(value: Any, *, base: SavePlan | None = None, path: str, strict: bool) -> tuple[bytes, ...]:
     """Return the parts that carry ``value`` to a rank, one but for metadata; see ``encode_value``."""
-    # Nobody's local plan is rare enough to go as an object.
+    # A plan of which the receiver has no other is rare enough to go as an object.
     if base is None and type(look_at(value)) is SavePlan:
         return (encode_message(Kind.OBJECT, encode_object(value, path=path, strict=strict)),)
     return encode_value(value, base=base, path=path, strict=strict)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -18,20 +17,34 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from planner.pending import Pending, source_of
 from planner.wire.frame import digest
 from planner.wire.gc_pause import paused_gc
+from planner.wire.mappings import is_flatten_mapping
 from planner.wire.tensors import PropertyValues, is_regular_item, property_values
 
-__all__ = ["PlanOutline", "Template", "make_plan_later", "outline_of", "planner_data_of", "read_template"]
+__all__ = [
+    "PlanOutline",
+    "Template",
+    "TensorParts",
+    "make_plan_later",
+    "outline_of",
+    "planner_data_of",
+    "read_template",
+    "template_of",
+]
 
-_TensorParts = tuple[torch.Size, torch.Size, PropertyValues, torch.Size]
-Template = tuple[WriteItemType, int | None, _TensorParts | None]
-"""An item but for its name: its type, its index hint, and of a tensor the offsets and sizes of its chunk, its
-properties, its size."""
+TensorParts = tuple[torch.Size, torch.Size, PropertyValues, torch.Size]
+"""Of a tensor the offsets and sizes of its chunk, its properties, its size."""
+
+Template = tuple[WriteItemType, int | None, TensorParts | None]
+"""An item but for its name: its type, its index hint, and what it has as a tensor."""
 
 
 def read_template(item: WriteItem) -> Template | None:
     """Return all but the name of an item; None for one that has more to it, see ``is_regular_item``."""
-    if not is_regular_item(item) or item.bytes_io_data is not None:
-        return None
+    return template_of(item) if is_regular_item(item) and item.bytes_io_data is None else None
+
+
+def template_of(item: WriteItem) -> Template:
+    """Return all but the name, and a number of bytes, of a regular item."""
     index, data = item.index, item.tensor_data
     if data is None:
         return (item.type, index.index, None)
@@ -49,13 +62,14 @@ class PlanOutline:
         planner_data: the plan's own.
     """
 
+    storage_data = None
+    usable = True
+
     def __init__(
-        self, fqns: Sequence[str], numbers: Sequence[int], templates: Sequence[Template], planner_data: Any
+        self, fqns: list[str], numbers: Sequence[int], templates: Sequence[Template], planner_data: Any
     ) -> None:
-        self.fqns = list(fqns)
+        self.fqns = fqns
         self.planner_data = planner_data
-        self.storage_data = None
-        self.usable = True
         self._numbers = numbers
         self._templates = templates
 
@@ -64,17 +78,18 @@ class PlanOutline:
 
     def __call__(self) -> SavePlan:
         """Make the plan; all but its ``planner_data`` is new."""
-        return SavePlan(self.make_items(), planner_data=self.planner_data)
+        with paused_gc():
+            return SavePlan(self.make_items(), planner_data=self.planner_data)
 
     def digest(self) -> bytes | None:
         """Return what only an equal plan has too; None where ``planner_data`` is no flatten mapping."""
-        if self.planner_data is not None and not _is_flatten_mapping(self.planner_data):
+        if self.planner_data is not None and not is_flatten_mapping(self.planner_data):
             return None
         # Has one way to write these values, unlike pickle. Of others, such as arrays, it loses the type.
         told: Any = (self.fqns, self._numbers, repr(self._templates), self.planner_data)
         return digest(marshal.dumps(told, 0))
 
-    def entries(self) -> Iterator[tuple[str, WriteItemType, int | None, _TensorParts | None]]:
+    def entries(self) -> Iterator[tuple[str, WriteItemType, int | None, TensorParts | None]]:
         """Yield each item: its name, and its template."""
         return ((fqn, *self._templates[number]) for fqn, number in zip(self.fqns, self._numbers, strict=True))
 
@@ -87,42 +102,24 @@ class PlanOutline:
             positions: those to make; None for all.
             hints: the index hint of each; None for their own.
         """
-        fqns, numbers = self.fqns, self._numbers
-        if positions is not None:
-            fqns = [fqns[position] for position in positions]
-            numbers = [numbers[position] for position in positions]
-        templates = map(self._templates.__getitem__, numbers)
-        with paused_gc():
-            if hints is None:
-                return list(map(_make_item, fqns, templates))
-            return list(map(_make_item, fqns, templates, hints))
+        positions = range(len(self)) if positions is None else positions
+        fqns = map(self.fqns.__getitem__, positions)
+        templates = [self._templates[self._numbers[position]] for position in positions]
+        return list(map(_make_item, fqns, templates, self.own_hints(positions) if hints is None else hints))
 
     def own_hints(self, positions: Sequence[int]) -> Iterator[int | None]:
         """Yield the index hints that items have by themselves."""
         return (self._templates[self._numbers[position]][1] for position in positions)
 
 
-def _is_flatten_mapping(planner_data: Any) -> bool:
-    """Whether ``planner_data`` consists of just such values as a flatten mapping does."""
-    return (
-        type(planner_data) is dict
-        and set(map(type, planner_data)) <= {str}
-        and set(map(type, planner_data.values())) <= {tuple}
-        and set(map(type, chain.from_iterable(planner_data.values()))) <= {str, int}
-    )
-
-
-_OWN: Any = object()
-
-
-def _make_item(fqn: str, template: Template, hint: Any = _OWN) -> WriteItem:
+def _make_item(fqn: str, template: Template, hint: int | None) -> WriteItem:
     """Do what the classes' own ``__init__`` does, which takes twice as long where they are frozen."""
-    kind, own_hint, tensor = template
+    kind, _, tensor = template
     new = object.__new__
     index = new(MetadataIndex)
     fields = index.__dict__
     fields["fqn"] = fqn
-    fields["index"] = own_hint if hint is _OWN else hint
+    fields["index"] = hint
     data = None
     if tensor is not None:
         offsets, sizes, values, size = tensor

@@ -52,7 +52,7 @@ from planner.wire.frame import Kind, decode_message, digest, encode_message
 from planner.wire.gc_pause import paused_gc
 from planner.wire.mappings import MappingPath, decode_mapping, encode_mapping
 from planner.wire.objects import decode_object, encode_object, type_name_of
-from planner.wire.outline import PlanOutline
+from planner.wire.outline import PlanOutline, TensorParts, template_of
 from planner.wire.tensors import (
     FIELDS_ARE_KNOWN,
     MAX_NUM_DIMS,
@@ -62,7 +62,6 @@ from planner.wire.tensors import (
     decode_properties_table,
     is_regular_item,
     make_index,
-    property_values,
 )
 
 __all__ = [
@@ -70,7 +69,6 @@ __all__ = [
     "SHARD_CODE",
     "PlanColumns",
     "PlanSchema",
-    "decode_item",
     "decode_load_plan",
     "decode_plan",
     "decode_plan_body",
@@ -284,24 +282,15 @@ class _ItemColumns:
         self.nbytes: list[int | None] = []
         self.hints: list[int | None] = []
 
-    def add_item(self, item: WriteItem) -> None:
-        """Add one regular item."""
-        index, data = item.index, item.tensor_data
-        if data is None:
-            self.add(index.fqn, item.type, index.index, None, getattr(item.bytes_io_data, "nbytes", None))
-        else:
-            tensor = (data.chunk.offsets, data.chunk.sizes, property_values(data.properties), data.size)
-            self.add(index.fqn, item.type, index.index, tensor)
-
     def add(
         self,
         fqn: str,
         item_type: WriteItemType,
         hint: int | None,
-        tensor: tuple[torch.Size, torch.Size, PropertyValues, torch.Size] | None,
+        tensor: TensorParts | None,
         nbytes: int | None = None,
     ) -> None:
-        """Add one by its parts, for a tensor the offsets and sizes of its chunk, its properties, its size."""
+        """Add one by its name and template; ``nbytes`` are those of its BytesIO where it says so."""
         self.fqn_numbers.append(self.numbers.setdefault(fqn, len(self.numbers)))
         self.hints.append(hint)
         if tensor is None:
@@ -335,8 +324,8 @@ def encode_plan(plan: SavePlan | PlanOutline, *, path: str = "plan", strict: boo
     odd_positions: list[int] = []
     odd_items: list[Any] = []
     if isinstance(plan, PlanOutline):
-        for fqn, item_type, hint, tensor in plan.entries():
-            columns.add(fqn, item_type, hint, tensor)
+        for entry in plan.entries():
+            columns.add(*entry)
     elif not is_regular_plan(look_at(plan)):
         schema = encode_message(Kind.PLAN_SCHEMA, {"whole": True})
         tree = {"schema": digest(schema), "plan": encode_object(plan, path=path, strict=strict)}
@@ -344,7 +333,8 @@ def encode_plan(plan: SavePlan | PlanOutline, *, path: str = "plan", strict: boo
     else:
         for position, item in enumerate(plan.items):
             if is_regular_item(item):
-                columns.add_item(item)
+                nbytes = None if item.bytes_io_data is None else item.bytes_io_data.nbytes
+                columns.add(item.index.fqn, *template_of(item), nbytes)
             else:
                 odd_positions.append(position)
                 odd_items.append(encode_object(item, path=f"{path}.items[{position}]", strict=strict))
@@ -517,19 +507,15 @@ def decode_plan_columns(schema: PlanSchema, body: bytes) -> PlanColumns:
         sizes=unpack_ints(tree["sizes"], count=num_numbers, path="body.sizes"),
         hints=unpack_optional_ints(tree["hints"], count=count, path="body.hints"),
         odd_positions=odd_positions,
+        # Not checked to be WriteItems: planners of others may put into a plan what only they understand.
         odd_items=[
-            decode_item(odd_tree, f"plan.items[{position}]")
+            decode_object(odd_tree, path=f"plan.items[{position}]")
             for position, odd_tree in zip(odd_positions, odd_trees, strict=True)
         ],
         storage_data=_decode_storage_data(
             tree["storage_data"], schema.storage_trees, path="plan.storage_data"
         ),
     )
-
-
-def decode_item(tree: Any, path: str) -> Any:
-    """Read an item that is not regular; planners of others may put into a plan what only they understand."""
-    return decode_object(tree, path=path)
 
 
 def make_items(

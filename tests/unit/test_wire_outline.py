@@ -16,7 +16,7 @@ from planner.pending import is_pending
 from planner.wire.final_plans import decode_final_plan, encode_final_plan
 from planner.wire.objects import encode_object
 from planner.wire.outline import PlanOutline, make_plan_later, outline_of, read_template
-from planner.wire.plans import encode_plan
+from planner.wire.plans import decode_plan, encode_plan
 from tests import strategies
 from tests.unit.test_wire_plans import QUICK, check_same, shard
 
@@ -101,6 +101,12 @@ def test_planner_data_of_any_other_kind_has_no_digest():
         assert PlanOutline(["a"], [0], [read_template(shard())], planner_data).digest() is None
     digests = [PlanOutline([], [], [], {"a": ("a", number)}).digest() for number in (1, "1")]
     assert len({*digests, None}) == 3
+
+
+def test_whatever_has_a_digest_travels_without_pickle():
+    outline = PlanOutline([], [], [], {"\ud800": ("\ud800", 2**70, -(2**70)), "": ()})
+    assert outline.digest() is not None
+    check_same(decode_plan(*encode_plan(outline, strict=True)), outline())
 
 
 # -- looking -----------------------------------------------------------------------------------------------
